@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Every source file of the library. Lists and not patterns: what is built is what is written here, so a stray file changes
+# nothing silently and a forgotten one is an error.
+
+# tiledattn_core. no_cuda.cpp stands in for tiledattn_cuda where CUDA is off; of cpu/kernels_* only those of the processor
+# are compiled.
+set(tiledattn_core_sources
+    src/cpp/attention.cpp
+    src/cpp/backends.cpp
+    src/cpp/c_api.cpp
+    src/cpp/check_tensor.cpp
+    src/cpp/checks.cpp
+    src/cpp/checks_one_shot.cpp
+    src/cpp/checks_tiled.cpp
+    src/cpp/cpu/attend.cpp
+    src/cpp/cpu/backend_cpu.cpp
+    src/cpp/cpu/isa.cpp
+    src/cpp/cpu/kernels_avx2.cpp
+    src/cpp/cpu/kernels_avx512.cpp
+    src/cpp/cpu/kernels_avx512bf16.cpp
+    src/cpp/cpu/kernels_neon.cpp
+    src/cpp/cpu/kernels_scalar.cpp
+    src/cpp/cpu/num_cpus.cpp
+    src/cpp/cpu/pool.cpp
+    src/cpp/cpu/rows.cpp
+    src/cpp/no_cuda.cpp
+    src/cpp/one_shot.cpp
+    src/cpp/plan.cpp
+    src/cpp/state.cpp
+    src/cpp/tensor.cpp
+    src/cpp/workspace.cpp)
+
+# tiledattn_cuda
+set(tiledattn_cuda_sources
+    src/cuda/attend.cpp
+    src/cuda/backend_cuda.cpp
+    src/cuda/capture.cpp
+    src/cuda/decode/decode_combine.cu
+    src/cuda/decode/inst/decode_plain_bf16.cu
+    src/cuda/decode/inst/decode_plain_f16.cu
+    src/cuda/decode/inst/decode_plain_f32.cu
+    src/cuda/devices.cpp
+    src/cuda/fault_log.cpp
+    src/cuda/memory.cpp
+    src/cuda/merge/merge.cu
+    src/cuda/prefill/inst/prefill_plain_bf16.cu
+    src/cuda/prefill/inst/prefill_plain_f16.cu
+    src/cuda/prefill/inst/prefill_plain_f32.cu
+    src/cuda/prefill/row_tiles.cu
+    src/cuda/validate/validate.cu
+    src/cuda/write_kv/write_kv.cu)
+
+# _core
+set(tiledattn_python_sources
+    src/cpp/python/array_type.cpp
+    src/cpp/python/array_view.cpp
+    src/cpp/python/bind_attention.cpp
+    src/cpp/python/bind_build.cpp
+    src/cpp/python/bind_one_shot.cpp
+    src/cpp/python/bind_state.cpp
+    src/cpp/python/capsule.cpp
+    src/cpp/python/exceptions.cpp
+    src/cpp/python/module.cpp
+    src/cpp/python/result_arrays.cpp
+    src/cpp/python/scalar_arg.cpp
+    src/cpp/python/stream_arg.cpp
+    src/cpp/python/tensor_arg.cpp)
+
+file(GLOB_RECURSE present RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} CONFIGURE_DEPENDS src/*.cpp src/*.cu)
+list(REMOVE_ITEM present ${tiledattn_core_sources} ${tiledattn_cuda_sources} ${tiledattn_python_sources})
+if(present)
+  message(FATAL_ERROR "cmake/Sources.cmake does not name ${present}")
+endif()
