@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// TiledAttention: owns the running state, checks calls and hands problems to a backend.
+#include "tiledattn/attention.h"
+
+#include <mutex>
+#include <string>
+
+#include "backend.h"
+#include "check_tensor.h"
+#include "checks.h"
+#include "fault.h"
+#include "state_view.h"
+
+namespace tiledattn {
+
+namespace {
+
+State make_buffers(const TiledAttentionDims& dims, Device device) {
+  return State::empty(device, dims.max_seqs, dims.max_q_len, dims.num_q_heads, dims.value_dim());
+}
+
+Workspace make_workspace(const TiledAttentionDims& dims, Device device) {
+  return Workspace(device,
+                   decode_workspace_bytes(dims.max_seqs, dims.max_q_len, dims.num_q_heads,
+                                          dims.value_dim(), dims.block_size * dims.tile_capacity));
+}
+
+}  // namespace
+
+struct TiledAttention::Impl {
+  Impl(const TiledAttentionDims& checked, Device where, const ScoreOptions& score)
+      : dims(checked),
+        device(where),
+        backend(backend_for(where)),
+        options(score),
+        buffers(make_buffers(checked, where)),
+        workspace(make_workspace(checked, where)),
+        faults(backend.make_fault_log(where.index)) {
+    if (options.sinks) copy_sinks();
+    // The buffers' first contents were written on the legacy default stream; calls may come on any.
+    backend.synchronize(device.index, {});
+  }
+
+  void copy_sinks() {
+    sinks = Buffer(device, dims.num_q_heads * 4);
+    backend.copy(sinks.data(), device, options.sinks->data, device, dims.num_q_heads * 4, {});
+    options.sinks = make_tensor(sinks.data(), DType::float32, device, {dims.num_q_heads});
+  }
+
+  /// Every call begins here: what the device found earlier, and the rule that a step lies inside
+  /// one capture or outside all.
+  void enter(Stream stream) {
+    raise_fault(faults.get());
+    const std::uint64_t id = backend.capture_id(device.index, stream);
+    if (capture && *capture != id) {
+      throw ValueError(
+          "stream: begin_step and the other calls of a step must all be inside one graph capture, "
+          "or all outside "
+          "captures; begin the step inside the capture");
+    }
+    if (id != 0 && id != retained) {
+      for (const std::shared_ptr<void>& owner :
+           {buffers.buffer().owner(), workspace.buffer().owner(), sinks.owner(),
+            std::shared_ptr<void>(faults)}) {
+        if (owner) backend.retain_in_capture(device.index, stream, owner);
+      }
+      retained = id;
+    }
+    capture = id;
+    last = stream;
+  }
+
+  /// Make the pending begin_step true in memory, for calls that read the state as it is.
+  void settle(Stream stream) {
+    if (!fresh) return;
+    const std::int64_t rows = step.num_seqs * dims.max_q_len * dims.num_q_heads;
+    if (rows > 0)
+      backend.reset_state(state_view(buffers), rows, dims.value_dim(), device.index, stream);
+    fresh = false;
+  }
+
+  void settle_view() {
+    if (!fresh) return;
+    enter(last);
+    settle(last);
+  }
+
+  TiledAttentionDims dims;
+  Device device;
+  const Backend& backend;
+  ScoreOptions options;
+  State buffers;  // all max_seqs sequences
+  Workspace workspace;
+  Buffer sinks;
+  std::shared_ptr<FaultLog> faults;
+
+  StepShape step;      // what this step has fixed so far
+  bool fresh = false;  // begin_step was called and the buffers don't show it yet
+  std::optional<std::uint64_t> capture;
+  std::uint64_t retained = 0;
+  Stream last;
+  std::mutex mutex;  // one object used from two threads is serialised
+};
+
+TiledAttention::TiledAttention(const TiledAttentionDims& dims, Device device,
+                               const ScoreOptions& options) {
+  const TiledAttentionDims checked = dims.validated();
+  check_score_options(options, device, checked.num_q_heads);
+  impl_ = std::make_unique<Impl>(checked, device, options);
+}
+
+TiledAttention::~TiledAttention() = default;
+TiledAttention::TiledAttention(TiledAttention&&) noexcept = default;
+TiledAttention& TiledAttention::operator=(TiledAttention&&) noexcept = default;
+
+void TiledAttention::begin_step(std::int64_t num_seqs, std::optional<Stream> stream) {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  raise_fault(impl_->faults.get());
+  if (num_seqs < 0 || num_seqs > impl_->dims.max_seqs) {
+    refuse("num_seqs", std::to_string(num_seqs),
+           "0 to dims.max_seqs = " + std::to_string(impl_->dims.max_seqs));
+  }
+  impl_->capture.reset();
+  if (stream) impl_->enter(*stream);
+  impl_->step = {num_seqs, 0, DType::float32};
+  impl_->fresh = true;
+}
+
+void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  raise_fault(self.faults.get());
+  AttentionProblem problem = check_step_tile(self.dims, self.options, self.device, self.step, tile);
+  self.enter(stream);
+  if (check && *self.capture != 0)
+    refuse("check", "True in a graph capture", "False: a capture cannot wait");
+  // The first tile's kernel starts from an empty state by itself, unless it writes only some of the
+  // rows.
+  if (problem.q_len != self.dims.max_q_len || problem.total_q == 0) self.settle(stream);
+  if (problem.total_q > 0) {
+    problem.state = state_view(self.buffers);
+    problem.state.fresh = self.fresh;
+    problem.faults = self.faults ? self.faults->device_record() : nullptr;
+    const Plan plan = make_plan(problem, self.device, self.workspace.bytes());
+    self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
+    self.fresh = false;
+  }
+  self.step.q_len = problem.q_len;
+  self.step.dtype = problem.q.dtype;
+  if (check) {
+    self.backend.synchronize(self.device.index, stream);
+    raise_fault(self.faults.get());
+  }
+}
+
+void TiledAttention::finalize(const Tensor& out, const std::optional<Tensor>& lse,
+                              std::optional<Stream> stream) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  raise_fault(self.faults.get());
+  FinalizeProblem problem = check_finalize(self.dims, self.device, self.step, out, lse);
+  const Stream launch = stream.value_or(self.last);
+  self.enter(launch);
+  self.settle(launch);
+  if (problem.num_seqs == 0 || problem.q_len == 0) return;
+  problem.state = state_view(self.buffers);
+  problem.sinks =
+      self.options.sinks ? static_cast<const float*>(self.options.sinks->data) : nullptr;
+  self.backend.finalize(problem, self.device.index, launch);
+}
+
+const TiledAttentionDims& TiledAttention::dims() const { return impl_->dims; }
+Device TiledAttention::device() const { return impl_->device; }
+std::int64_t TiledAttention::num_seqs() const { return impl_->step.num_seqs; }
+std::int64_t TiledAttention::q_len() const { return impl_->step.q_len; }
+Stream TiledAttention::stream() const { return impl_->last; }
+const Buffer& TiledAttention::state_buffer() const { return impl_->buffers.buffer(); }
+
+std::optional<DType> TiledAttention::dtype() const {
+  if (impl_->step.q_len == 0) return std::nullopt;
+  return impl_->step.dtype;
+}
+
+std::int64_t TiledAttention::nbytes() const {
+  return impl_->buffers.buffer().bytes() + impl_->workspace.bytes() + impl_->sinks.bytes();
+}
+
+Tensor TiledAttention::m() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->settle_view();
+  return impl_->buffers.m();
+}
+
+Tensor TiledAttention::l() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->settle_view();
+  return impl_->buffers.l();
+}
+
+Tensor TiledAttention::o() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->settle_view();
+  return impl_->buffers.o();
+}
+
+namespace {
+
+/// Copy the first `copied` sequences' m, l and o between two sets of buffers on one device.
+void copy_sequences(const Backend& backend, const State& to, const State& from, std::int64_t copied,
+                    Stream stream) {
+  const Device device = to.device();
+  const std::int64_t rows = copied * from.q_len() * from.num_q_heads();
+  const std::int64_t row_bytes = rows * 4;
+  if (rows == 0) return;
+  backend.copy(to.m().data, device, from.m().data, device, row_bytes, stream);
+  backend.copy(to.l().data, device, from.l().data, device, row_bytes, stream);
+  backend.copy(to.o().data, device, from.o().data, device, row_bytes * from.head_dim_v(), stream);
+}
+
+}  // namespace
+
+State TiledAttention::state(std::optional<Stream> stream) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  const Stream launch = stream.value_or(self.last);
+  self.enter(launch);
+  self.settle(launch);
+  State copy = State::uninitialized(self.device, self.step.num_seqs, self.dims.max_q_len,
+                                    self.dims.num_q_heads, self.dims.value_dim(), launch);
+  copy_sequences(self.backend, copy, self.buffers, self.step.num_seqs, launch);
+  return copy;
+}
+
+void TiledAttention::load_state(const State& state, std::optional<Stream> stream) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  raise_fault(self.faults.get());
+  const std::string allowed = "at most dims.max_seqs = " + std::to_string(self.dims.max_seqs);
+  if (state.num_seqs() > self.dims.max_seqs)
+    refuse("state", std::to_string(state.num_seqs()) + " sequences", allowed);
+  const std::string got = "q_len " + std::to_string(state.q_len()) + ", num_q_heads " +
+                          std::to_string(state.num_q_heads()) + ", head_dim_v " +
+                          std::to_string(state.head_dim_v());
+  const std::string wanted = "q_len " + std::to_string(self.dims.max_q_len) + ", num_q_heads " +
+                             std::to_string(self.dims.num_q_heads) + ", head_dim_v " +
+                             std::to_string(self.dims.value_dim());
+  if (got != wanted) refuse("state", got, wanted + " as in dims");
+  if (state.device() != self.device) {
+    throw ValueError("state: is on " + to_string(state.device()) +
+                     ", but this TiledAttention is on " + to_string(self.device) +
+                     "; move it with to()");
+  }
+  const Stream launch = stream.value_or(self.last);
+  self.capture.reset();
+  self.enter(launch);
+  self.backend.order(self.device.index, launch, state.stream());
+  copy_sequences(self.backend, self.buffers, state, state.num_seqs(), launch);
+  self.step = {state.num_seqs(), 0, DType::float32};
+  self.fresh = false;
+}
+
+void TiledAttention::check() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->backend.synchronize(impl_->device.index, impl_->last);
+  raise_fault(impl_->faults.get());
+}
+
+}  // namespace tiledattn

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check_tensor.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace tiledattn {
+
+namespace {
+
+std::string describe(std::initializer_list<NamedSize> shape) {
+  std::string text = "[";
+  for (const NamedSize& dimension : shape) {
+    if (text.size() > 1) text += ", ";
+    text += dimension.name;
+    if (dimension.size != kAnySize) text += "=" + std::to_string(dimension.size);
+  }
+  return text + "]";
+}
+
+}  // namespace
+
+void refuse(const std::string& argument, const std::string& got, const std::string& expected) {
+  throw ValueError(argument + ": got " + got + "; expected " + expected);
+}
+
+void check_rank(const char* argument, const Tensor& tensor, int rank, const char* shape) {
+  if (tensor.rank != rank) refuse(argument, "shape " + shape_to_string(tensor), shape);
+}
+
+void check_shape(const char* argument, const Tensor& tensor,
+                 std::initializer_list<NamedSize> shape) {
+  bool fits = tensor.rank == static_cast<int>(shape.size());
+  int i = 0;
+  for (const NamedSize& dimension : shape) {
+    if (!fits) break;
+    fits = dimension.size == kAnySize || tensor.shape[i] == dimension.size;
+    ++i;
+  }
+  if (!fits) refuse(argument, "shape " + shape_to_string(tensor), describe(shape));
+}
+
+void check_device(const char* argument, const Tensor& tensor, Device device, const char* owner) {
+  if (tensor.device == device) return;
+  throw ValueError(std::string(argument) + ": is on " + to_string(tensor.device) + ", but " +
+                   owner + " is on " + to_string(device) +
+                   "; all arrays of a call must be on one device");
+}
+
+void check_layout(const char* argument, const Tensor& tensor) {
+  if (tensor.size() == 0) return;
+  const int last = tensor.rank - 1;
+  if (tensor.rank > 0 && tensor.shape[last] > 1 && tensor.strides[last] != 1) {
+    throw ValueError(std::string(argument) + ": the last dimension has stride " +
+                     std::to_string(tensor.strides[last]) +
+                     "; its elements must be adjacent (stride 1): pass a contiguous copy");
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
+  const auto bytes =
+      static_cast<std::uintptr_t>(std::max<std::int64_t>(item_bytes(tensor.dtype), 1));
+  if (address % bytes != 0) {
+    throw ValueError(std::string(argument) +
+                     ": the data starts at an address that is not a multiple of its " +
+                     std::to_string(bytes) + "-byte elements: pass an aligned copy");
+  }
+}
+
+void check_writable_layout(const char* argument, const Tensor& tensor) {
+  check_layout(argument, tensor);
+  if (tensor.size() == 0) return;
+  // Sorted by stride, each dimension has to step over everything that the smaller ones reach.
+  int order[Tensor::kMaxRank];
+  int count = 0;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] > 1) order[count++] = i;
+  }
+  std::sort(order, order + count, [&](int a, int b) {
+    return std::abs(tensor.strides[a]) < std::abs(tensor.strides[b]);
+  });
+  std::int64_t reach = 0;
+  for (int i = 0; i < count; ++i) {
+    const std::int64_t stride = std::abs(tensor.strides[order[i]]);
+    if (stride <= reach) {
+      throw ValueError(std::string(argument) + ": elements overlap in memory (stride " +
+                       std::to_string(stride) + " in dimension " + std::to_string(order[i]) +
+                       "); it is written to and must not");
+    }
+    reach += stride * (tensor.shape[order[i]] - 1);
+  }
+}
+
+void check_attention_dtype(const char* argument, const Tensor& tensor) {
+  switch (tensor.dtype) {
+    case DType::float32:
+    case DType::float16:
+    case DType::bfloat16:
+      return;
+    default:
+      throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
+                      "; expected bfloat16, float16 or float32");
+  }
+}
+
+void check_same_dtype(const char* argument, const Tensor& tensor, DType dtype, const char* owner) {
+  if (tensor.dtype == dtype) return;
+  throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) + "; expected " +
+                  to_string(dtype) + " like " + owner);
+}
+
+void check_float32(const char* argument, const Tensor& tensor) {
+  if (tensor.dtype == DType::float32) return;
+  throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
+                  "; expected float32");
+}
+
+IndexView check_index(const char* argument, const Tensor& tensor, Device device, const char* owner,
+                      std::initializer_list<NamedSize> shape) {
+  if (tensor.dtype != DType::int32 && tensor.dtype != DType::int64) {
+    throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
+                    "; expected int32 or int64");
+  }
+  check_device(argument, tensor, device, owner);
+  check_shape(argument, tensor, shape);
+  // An empty array may come with a null address, which would read as "not given".
+  static constexpr std::int64_t kEmpty = 0;
+  IndexView view;
+  view.data = tensor.data ? tensor.data : &kEmpty;
+  view.row_stride = tensor.strides[0];
+  view.column_stride = tensor.rank > 1 ? tensor.strides[1] : 0;
+  view.is_int64 = tensor.dtype == DType::int64;
+  return view;
+}
+
+void check_head_dim(const std::string& argument, std::int64_t head_dim) {
+  if (head_dim < 1 || head_dim > 256)
+    refuse(argument, "head dimension " + std::to_string(head_dim), "1 to 256");
+}
+
+void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
+                     std::int64_t num_kv_heads) {
+  const bool both_empty = num_q_heads == 0 && num_kv_heads == 0;
+  if (both_empty || (num_kv_heads > 0 && num_q_heads % num_kv_heads == 0)) return;
+  refuse(q,
+         std::to_string(num_q_heads) + " query heads with " + std::to_string(num_kv_heads) +
+             " KV heads of " + k,
+         "a multiple of the KV heads");
+}
+
+void check_attention_input(const char* argument, const Tensor& tensor) {
+  check_attention_dtype(argument, tensor);
+  check_layout(argument, tensor);
+}
+
+void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner) {
+  if (out.dtype != q_dtype && out.dtype != DType::float32) {
+    throw TypeError("out: dtype is " + to_string(out.dtype) + "; expected " + to_string(q_dtype) +
+                    " like q, or float32");
+  }
+  check_device("out", out, device, owner);
+  check_writable_layout("out", out);
+}
+
+void check_lse(const Tensor& lse, const Tensor& out, Device device, const char* owner) {
+  check_float32("lse", lse);
+  check_device("lse", lse, device, owner);
+  bool same = lse.rank == out.rank - 1;
+  for (int i = 0; same && i < lse.rank; ++i) same = lse.shape[i] == out.shape[i];
+  if (!same) {
+    Tensor expected = out;
+    --expected.rank;
+    refuse("lse", "shape " + shape_to_string(lse), shape_to_string(expected) + " (out.shape[:-1])");
+  }
+  // Only the last dimension of q-like arrays has to be dense; lse may have any strides.
+  Tensor any_strides = lse;
+  if (any_strides.rank < Tensor::kMaxRank) {
+    any_strides.shape[any_strides.rank] = 1;
+    any_strides.strides[any_strides.rank++] = 1;
+  }
+  check_writable_layout("lse", any_strides);
+}
+
+PoolView pool_view(const Tensor& pool) {
+  return {pool.data, pool.strides[0], pool.strides[1], pool.strides[2]};
+}
+
+}  // namespace tiledattn

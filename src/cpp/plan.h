@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans: which kernel runs a problem and how the work is cut. Pure functions of the problem's
+// shape: testable with no GPU.
+//
+// A sequence's keys are cut into segments by its own visible length alone, and the partial results
+// of segments are folded in the order of keys. So the bits of a sequence do not depend on its
+// company, on the table's width or on the thread count.
+#pragma once
+
+#include <cstdint>
+
+#include "problem.h"
+
+namespace tiledattn {
+
+enum class Kernel : std::uint8_t {
+  cpu_decode,
+  cpu_prefill,
+  cuda_decode_plain,
+  cuda_prefill_plain,
+};
+
+const char* to_string(Kernel kernel);
+
+/// Up to this many query tokens of each sequence, a call is decode: few rows, keys cut into
+/// segments. More: prefill: many rows, each of which walks all its keys.
+constexpr std::int64_t kMaxDecodeTokens = 16;
+/// Keys of the shortest segment, and the unit that longer ones are rounded to.
+constexpr std::int64_t kSegmentKeys = 256;
+constexpr std::int64_t kMaxSegments = 64;
+/// The partial results of one sequence stay below this.
+constexpr std::int64_t kMaxSequenceScratch = std::int64_t{16} << 20;
+
+struct Plan {
+  Kernel kernel = Kernel::cpu_decode;
+  std::int64_t max_segments = 1;  ///< of any sequence of the call (decode)
+  std::int64_t segment_limit =
+      1;  ///< segments allowed by the rows of a sequence: segment_keys needs it
+  std::int64_t sequence_bytes = 0;   ///< scratch of one sequence
+  std::int64_t seqs_per_launch = 0;  ///< sequences whose scratch fits the workspace
+};
+
+/// Bytes of one partial result row: o, m and l, float32.
+TILEDATTN_HOST_DEVICE std::int64_t partial_row_bytes(std::int64_t head_dim_v) {
+  return (head_dim_v + 2) * 4;
+}
+
+/// Keys in each segment of a sequence that has `num_keys` visible keys.
+TILEDATTN_HOST_DEVICE std::int64_t segment_keys(std::int64_t num_keys, std::int64_t segment_limit) {
+  const std::int64_t share = (num_keys + segment_limit - 1) / segment_limit;
+  const std::int64_t rounded = (share + kSegmentKeys - 1) / kSegmentKeys * kSegmentKeys;
+  return rounded < kSegmentKeys ? kSegmentKeys : rounded;
+}
+
+/// Segments of a sequence that has `num_keys` visible keys; 0 when it has none.
+TILEDATTN_HOST_DEVICE std::int64_t num_segments(std::int64_t num_keys, std::int64_t segment_limit) {
+  if (num_keys <= 0) return 0;
+  const std::int64_t keys = segment_keys(num_keys, segment_limit);
+  return (num_keys + keys - 1) / keys;
+}
+
+/// Segment `index` of the sequence's visible keys (of all its query tokens).
+TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64_t index,
+                                             std::int64_t segment_limit) {
+  const std::int64_t keys = segment_keys(visible.end - visible.begin, segment_limit);
+  const std::int64_t begin = visible.begin + index * keys;
+  return {begin, detail::min64(begin + keys, visible.end)};
+}
+
+/// Throws ValueError naming `workspace` when its bytes do not hold one sequence.
+Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes);
+
+/// Scratch that any decode call over `num_seqs` sequences with these sizes can use: what an object
+/// reserves.
+std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
+                                    std::int64_t num_q_heads, std::int64_t head_dim_v,
+                                    std::int64_t max_keys);
+
+}  // namespace tiledattn
