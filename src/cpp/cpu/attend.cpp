@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention on the CPU. A unit of work is a tile: some query tokens of one sequence with the query
+// heads of one KV head.
+//
+// The keys of a sequence come in segments (plan.h). A tile folds each segment into an empty partial
+// result and merges the partials in the order of keys. It does that alone ("walk"), or, where there
+// are fewer tiles than the threads need, every segment is a task of its own that leaves its
+// partials in scratch, to be merged afterwards ("split"). Both make the same partials and merge
+// them in the same order: the same bits.
+#include "cpu/attend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/convert.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "cpu/rows.h"
+#include "tiledattn/one_shot.h"
+
+namespace tiledattn::cpu {
+namespace {
+
+/// Rows that walk over the keys together, when a sequence has many: enough to use each K and V load
+/// often, few enough that their q and o stay in the L2 cache.
+constexpr std::int64_t kTileRows = 64;
+/// Below this many tiles for each thread, segments are spread over the threads.
+constexpr std::int64_t kTilesPerThread = 4;
+
+std::int64_t padded(std::int64_t size) {
+  return (size + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
+
+/// Tokens first .. last of a sequence, with the query heads of one KV head. Row r: token first + r
+/// / gqa_ratio.
+struct Tile {
+  Sequence sequence;
+  std::int64_t kv_head = 0;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+};
+
+/// Memory of one thread for one tile; kept between calls.
+class Workbench {
+ public:
+  static Workbench& of_this_thread() {
+    thread_local Workbench bench;
+    return bench;
+  }
+
+  void reserve(std::int64_t num_rows, std::int64_t head_dim, std::int64_t head_dim_v) {
+    const std::int64_t q_floats = num_rows * padded(head_dim);
+    const std::int64_t o_floats = num_rows * padded(head_dim_v);
+    const auto floats = static_cast<std::size_t>(q_floats + 2 * o_floats + 4 * num_rows) +
+                        kAlignment / sizeof(float);
+    if (floats > size_) {
+      memory_ = std::make_unique_for_overwrite<float[]>(floats);
+      size_ = floats;
+    }
+    void* start = memory_.get();
+    std::size_t space = size_ * sizeof(float);
+    q = static_cast<float*>(std::align(kAlignment, 1, start, space));
+    partial = {q + q_floats + 2 * o_floats, q + q_floats + 2 * o_floats + num_rows, q + q_floats};
+    total = {partial.l + num_rows, partial.l + 2 * num_rows, q + q_floats + o_floats};
+    o_stride = padded(head_dim_v);
+  }
+
+  Row partial_row(std::int64_t r) const {
+    return {partial.m + r, partial.l + r, partial.o + r * o_stride};
+  }
+  Row total_row(std::int64_t r) const { return {total.m + r, total.l + r, total.o + r * o_stride}; }
+
+  float* q = nullptr;  ///< packed q, or bfloat16 elements in the same place
+  Row partial{};       ///< row 0 of a segment's result
+  Row total{};         ///< row 0 of all segments' result
+  std::int64_t o_stride = 0;
+
+ private:
+  static constexpr std::size_t kAlignment = 64;
+  std::unique_ptr<float[]> memory_;
+  std::size_t size_ = 0;
+};
+
+/// Addresses of one block of keys, as kernels want them.
+struct KeyBlock {
+  KeyRange keys;
+  const void* k[kBlockKeys];
+  const void* v[kBlockKeys];
+  int size() const { return static_cast<int>(keys.end - keys.begin); }
+};
+
+class Attention {
+ public:
+  Attention(const AttentionProblem& problem, const Plan& plan, void* scratch)
+      : p_(problem), plan_(plan), scratch_(static_cast<float*>(scratch)), kernels_(kernels()) {}
+
+  void check() const;
+  void run() const;
+
+ private:
+  std::int64_t tokens_per_tile() const {
+    // Decode is bound by reading K and V: all its tokens share one pass.
+    const std::int64_t least = plan_.kernel == Kernel::cpu_decode ? kMaxDecodeTokens : 1;
+    return std::max(least, kTileRows / p_.gqa_ratio());
+  }
+  std::int64_t num_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
+  std::int64_t token_of(const Tile& t, std::int64_t row) const {
+    return t.first + row / p_.gqa_ratio();
+  }
+  std::int64_t head_of(const Tile& t, std::int64_t row) const {
+    return t.kv_head * p_.gqa_ratio() + row % p_.gqa_ratio();
+  }
+  KeyRange sequence_keys(const Sequence& s) const;
+  std::int64_t segments_of(const Sequence& s) const;
+
+  void run_sequences(std::int64_t first, std::int64_t last) const;
+  std::vector<Tile> make_tiles(std::int64_t first, std::int64_t last) const;
+  bool worth_splitting(const std::vector<Tile>& tiles) const;
+  void walk(const Tile& t) const;
+  void split(const std::vector<Tile>& tiles, std::int64_t first) const;
+
+  Workbench& prepare(const Tile& t) const;
+  void fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const;
+  void fold_block(const Tile& t, const KeyBlock& block, const KeyBlock* next,
+                  const Workbench& bench) const;
+  void locate(const Tile& t, KeyRange keys, KeyBlock& block) const;
+  Row scratch_row(const Tile& t, std::int64_t row, std::int64_t segment,
+                  std::int64_t first_seq) const;
+  void finish(const Tile& t, const Workbench& bench) const;
+
+  const AttentionProblem& p_;
+  const Plan& plan_;
+  float* const scratch_;
+  const CpuKernels& kernels_;
+};
+
+void Attention::check() const {
+  if (p_.packed_q() && p_.num_seqs == 0) {
+    const Fault fault =
+        detail::out_of_range(FaultArgument::cu_seqlens_q, 0, -1, p_.cu_seqlens_q.at(0), 0, 0);
+    if (fault.found()) throw_fault(fault);
+  }
+  for (std::int64_t b = 0; b < p_.num_seqs; ++b) {
+    const Fault fault = check_sequence(p_, b);
+    if (fault.found()) throw_fault(fault);
+  }
+  for (std::int64_t b = 0; b < p_.num_seqs; ++b) {
+    const Sequence s = sequence_at(p_, b);
+    const KeyRange columns = table_columns(p_, s);
+    for (std::int64_t column = columns.begin; column < columns.end; ++column) {
+      const Fault fault = check_block(p_, s, column);
+      if (fault.found()) throw_fault(fault);
+    }
+  }
+}
+
+/// The keys that some query token of the sequence sees; segments are cut from them.
+KeyRange Attention::sequence_keys(const Sequence& s) const {
+  return visible_keys(p_, s, 0, s.q_len - 1);
+}
+
+std::int64_t Attention::segments_of(const Sequence& s) const {
+  const KeyRange keys = sequence_keys(s);
+  return num_segments(keys.end - keys.begin, plan_.segment_limit);
+}
+
+void Attention::run() const {
+  if (p_.num_kv_heads == 0) return;
+  // Sequence num_seqs of a packed q: the rows after the last sequence.
+  const std::int64_t num_seqs = p_.num_seqs + (p_.packed_q() ? 1 : 0);
+  const std::int64_t step = std::max<std::int64_t>(plan_.seqs_per_launch, 1);
+  for (std::int64_t first = 0; first < num_seqs; first += step) {
+    run_sequences(first, std::min(first + step, num_seqs));
+  }
+}
+
+void Attention::run_sequences(std::int64_t first, std::int64_t last) const {
+  const std::vector<Tile> tiles = make_tiles(first, last);
+  if (worth_splitting(tiles)) return split(tiles, first);
+  parallel_for(static_cast<std::int64_t>(tiles.size()),
+               [&](std::int64_t i) { walk(tiles[static_cast<std::size_t>(i)]); });
+}
+
+/// Tiles of sequences first .. last - 1. The last tokens come first: under a causal mask they have
+/// the most keys.
+std::vector<Tile> Attention::make_tiles(std::int64_t first, std::int64_t last) const {
+  std::vector<Tile> tiles;
+  const std::int64_t tokens = tokens_per_tile();
+  for (std::int64_t b = first; b < last; ++b) {
+    const Sequence s = sequence_at(p_, b);
+    for (std::int64_t kv_head = 0; kv_head < p_.num_kv_heads; ++kv_head) {
+      for (std::int64_t i = (s.q_len + tokens - 1) / tokens - 1; i >= 0; --i) {
+        tiles.push_back({s, kv_head, i * tokens, std::min((i + 1) * tokens, s.q_len) - 1});
+      }
+    }
+  }
+  return tiles;
+}
+
+bool Attention::worth_splitting(const std::vector<Tile>& tiles) const {
+  if (scratch_ == nullptr || plan_.max_segments <= 1 || get_num_threads() == 1) return false;
+  return static_cast<std::int64_t>(tiles.size()) < kTilesPerThread * get_num_threads();
+}
+
+void Attention::walk(const Tile& t) const {
+  const Workbench& bench = prepare(t);
+  const std::int64_t rows = num_rows(t);
+  for (std::int64_t r = 0; r < rows; ++r) clear_row(bench.total_row(r), p_.head_dim_v);
+  const std::int64_t segments = segments_of(t.sequence);
+  for (std::int64_t segment = 0; segment < segments; ++segment) {
+    fold_segment(t, segment, bench);
+    for (std::int64_t r = 0; r < rows; ++r)
+      merge_row(bench.total_row(r), bench.partial_row(r), p_.head_dim_v);
+  }
+  finish(t, bench);
+}
+
+void Attention::split(const std::vector<Tile>& tiles, std::int64_t first) const {
+  struct Part {
+    const Tile* tile;
+    std::int64_t segment;
+  };
+  std::vector<Part> parts;
+  for (const Tile& t : tiles) {
+    for (std::int64_t i = 0; i < segments_of(t.sequence); ++i) parts.push_back({&t, i});
+  }
+  parallel_for(static_cast<std::int64_t>(parts.size()), [&](std::int64_t i) {
+    const auto [tile, segment] = parts[static_cast<std::size_t>(i)];
+    const Workbench& bench = prepare(*tile);
+    fold_segment(*tile, segment, bench);
+    for (std::int64_t r = 0; r < num_rows(*tile); ++r) {
+      copy_row(bench.partial_row(r), scratch_row(*tile, r, segment, first), p_.head_dim_v);
+    }
+  });
+  parallel_for(static_cast<std::int64_t>(tiles.size()), [&](std::int64_t i) {
+    const Tile& t = tiles[static_cast<std::size_t>(i)];
+    Workbench& bench = Workbench::of_this_thread();
+    bench.reserve(num_rows(t), p_.head_dim, p_.head_dim_v);
+    for (std::int64_t r = 0; r < num_rows(t); ++r) {
+      clear_row(bench.total_row(r), p_.head_dim_v);
+      for (std::int64_t segment = 0; segment < segments_of(t.sequence); ++segment) {
+        merge_row(bench.total_row(r), scratch_row(t, r, segment, first), p_.head_dim_v);
+      }
+    }
+    finish(t, bench);
+  });
+}
+
+/// Row `row` of a tile in the partial results: m, l, o adjacent; all rows of a sequence and segment
+/// adjacent.
+Row Attention::scratch_row(const Tile& t, std::int64_t row, std::int64_t segment,
+                           std::int64_t first_seq) const {
+  const std::int64_t row_floats = partial_row_bytes(p_.head_dim_v) / 4;
+  float* at =
+      scratch_ + (t.sequence.index - first_seq) * (plan_.sequence_bytes / 4) +
+      ((segment * p_.q_len + token_of(t, row)) * p_.num_q_heads + head_of(t, row)) * row_floats;
+  return {at, at + 1, at + 2};
+}
+
+/// Packs the tile's q into this thread's memory.
+Workbench& Attention::prepare(const Tile& t) const {
+  Workbench& bench = Workbench::of_this_thread();
+  const std::int64_t rows = num_rows(t);
+  bench.reserve(rows, p_.head_dim, p_.head_dim_v);
+  const bool keep_type = p_.q.dtype == DType::bfloat16 && kernels_.packs_bfloat16;
+  const std::int64_t item = keep_type ? 2 : 4;
+  const std::int64_t stride = padded(p_.head_dim);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t offset = t.sequence.index * p_.q.seq_stride +
+                                (t.sequence.q_begin + token_of(t, r)) * p_.q.token_stride +
+                                head_of(t, r) * p_.q.head_stride;
+    const void* from = advance(p_.q.data, offset, p_.q.dtype);
+    char* to = reinterpret_cast<char*>(bench.q) + r * stride * item;
+    if (keep_type) {
+      std::memcpy(to, from, static_cast<std::size_t>(p_.head_dim * item));
+    } else {
+      load_row(from, p_.q.dtype, p_.head_dim, reinterpret_cast<float*>(to));
+    }
+    std::memset(to + p_.head_dim * item, 0,
+                static_cast<std::size_t>((stride - p_.head_dim) * item));
+  }
+  return bench;
+}
+
+/// The partial result of one segment of the sequence's keys, of which the tile's tokens may see
+/// only some.
+void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const {
+  for (std::int64_t r = 0; r < num_rows(t); ++r) clear_row(bench.partial_row(r), bench.o_stride);
+  const KeyRange of_tile = visible_keys(p_, t.sequence, t.first, t.last);
+  KeyRange keys = segment_range(sequence_keys(t.sequence), segment, plan_.segment_limit);
+  keys = {std::max(keys.begin, of_tile.begin), std::min(keys.end, of_tile.end)};
+
+  // Two blocks in turn: while one is folded in, the next one is fetched.
+  KeyBlock blocks[2];
+  for (std::int64_t key = keys.begin, i = 0; key < keys.end; key += kBlockKeys, ++i) {
+    KeyBlock& block = blocks[i % 2];
+    KeyBlock& next = blocks[(i + 1) % 2];
+    if (i == 0) locate(t, {key, std::min(key + kBlockKeys, keys.end)}, block);
+    const bool more = key + kBlockKeys < keys.end;
+    if (more) locate(t, {key + kBlockKeys, std::min(key + 2 * kBlockKeys, keys.end)}, next);
+    fold_block(t, block, more ? &next : nullptr, bench);
+  }
+  for (std::int64_t r = 0; r < num_rows(t); ++r) {
+    // Kernels leave a NaN score out of m; l and o have it.
+    const Row row = bench.partial_row(r);
+    if (std::isnan(*row.l) && *row.m != std::numeric_limits<float>::infinity()) *row.m = *row.l;
+  }
+}
+
+void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
+  block.keys = keys;
+  const int count = block.size();
+  for (int j = 0; j < kBlockKeys; ++j) {
+    if (j < count) {
+      block.k[j] = advance(p_.k.data, key_offset(p_, p_.k, t.sequence, keys.begin + j, t.kv_head),
+                           p_.q.dtype);
+      block.v[j] = advance(p_.v.data, key_offset(p_, p_.v, t.sequence, keys.begin + j, t.kv_head),
+                           p_.q.dtype);
+    } else {
+      block.k[j] = block.k[count - 1];
+      block.v[j] = block.v[count - 1];
+    }
+  }
+}
+
+void Attention::fold_block(const Tile& t, const KeyBlock& block, const KeyBlock* next,
+                           const Workbench& bench) const {
+  // Rows in groups of the kernel's, so that their key bounds fit a small array.
+  constexpr int kRows = 64;
+  static_assert(kRows % kGroupRows == 0);
+  int row_begin[kRows], row_end[kRows];
+  const std::int64_t rows = num_rows(t);
+  const std::int64_t q_item = p_.q.dtype == DType::bfloat16 && kernels_.packs_bfloat16 ? 2 : 4;
+
+  BlockArgs args{};
+  args.num_keys = block.size();
+  args.head_dim = static_cast<int>(p_.head_dim);
+  args.head_dim_v = static_cast<int>(p_.head_dim_v);
+  args.q_stride = padded(p_.head_dim);
+  args.k = block.k;
+  args.v = block.v;
+  args.row_begin = row_begin;
+  args.row_end = row_end;
+  args.softmax_scale = p_.softmax_scale;
+  args.softcap = p_.softcap;
+  args.o_stride = bench.o_stride;
+  for (std::int64_t first = 0; first < rows; first += kRows) {
+    args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, rows - first));
+    for (int r = 0; r < args.num_rows; ++r) {
+      const KeyRange seen = visible_keys(p_, t.sequence, token_of(t, first + r));
+      const std::int64_t size = args.num_keys;
+      row_begin[r] =
+          static_cast<int>(std::clamp<std::int64_t>(seen.begin - block.keys.begin, 0, size));
+      row_end[r] = static_cast<int>(std::clamp<std::int64_t>(seen.end - block.keys.begin, 0, size));
+    }
+    args.next_k = next ? next->k : nullptr;
+    args.num_next_keys = next && first == 0 ? next->size() : 0;
+    args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
+    const Row row = bench.partial_row(first);
+    args.m = row.m;
+    args.l = row.l;
+    args.o = row.o;
+    kernels_.attend_block[static_cast<int>(element_of(p_.q.dtype))](args);
+  }
+}
+
+/// The tile's result into state and out.
+void Attention::finish(const Tile& t, const Workbench& bench) const {
+  for (std::int64_t r = 0; r < num_rows(t); ++r) {
+    const std::int64_t token = token_of(t, r);
+    const std::int64_t head = head_of(t, r);
+    Row result = bench.total_row(r);
+    if (p_.state.m != nullptr) {
+      const Row state =
+          state_row(p_.state, t.sequence.index, token, head, p_.num_q_heads, p_.head_dim_v);
+      if (p_.state.fresh) {
+        copy_row(result, state, p_.head_dim_v);
+      } else {
+        merge_row(state, result, p_.head_dim_v);
+      }
+      result = state;
+    }
+    if (p_.out.data != nullptr) {
+      write_result(p_.out, p_.sinks, t.sequence.index, t.sequence.q_begin + token, head, result,
+                   p_.head_dim_v);
+    }
+  }
+}
+
+}  // namespace
+
+void attend(const AttentionProblem& problem, const Plan& plan, void* scratch) {
+  const Attention attention(problem, plan, scratch);
+  attention.check();
+  attention.run();
+}
+
+}  // namespace tiledattn::cpu

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "plan.h"
+#include "problem.h"
+
+namespace tiledattn::cpu {
+
+/// Attention of all sequences: checks what lies in the arrays, then folds the keys into state and
+/// result.
+void attend(const AttentionProblem& problem, const Plan& plan, void* scratch);
+
+}  // namespace tiledattn::cpu

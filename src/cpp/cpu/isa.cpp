@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/isa.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "tiledattn/error.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace tiledattn {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+/// All zero where the CPU does not know the leaf.
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+  return r;
+}
+
+bool has(unsigned value, unsigned bits) { return (value & bits) == bits; }
+
+/// The registers that the operating system saves: bit 1 SSE, 2 AVX, 5..7 AVX-512.
+unsigned saved_registers() {
+  constexpr unsigned kOsXsave = 1u << 27;
+  if (!has(cpuid(1, 0).c, kOsXsave)) return 0;
+  unsigned low = 0, high = 0;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+/// Best first.
+std::vector<const cpu::CpuKernels*> find_available() {
+  constexpr unsigned kFma = 1u << 12, kAvx = 1u << 28, kF16c = 1u << 29;
+  constexpr unsigned kAvx2 = 1u << 5;
+  constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  constexpr unsigned kBf16 = 1u << 5;
+  const unsigned saved = saved_registers();
+  const Registers leaf7 = cpuid(7, 0);
+  const bool avx2 =
+      has(saved, 0x06) && has(cpuid(1, 0).c, kFma | kAvx | kF16c) && has(leaf7.b, kAvx2);
+  const bool avx512 = avx2 && has(saved, 0xe6) && has(leaf7.b, kAvx512);
+  const bool avx512bf16 = avx512 && leaf7.a >= 1 && has(cpuid(7, 1).a, kBf16);
+
+  std::vector<const cpu::CpuKernels*> found;
+  if (avx512bf16) found.push_back(&cpu::kernels_avx512bf16);
+  if (avx512) found.push_back(&cpu::kernels_avx512);
+  if (avx2) found.push_back(&cpu::kernels_avx2);
+  found.push_back(&cpu::kernels_scalar);
+  return found;
+}
+
+#elif defined(__aarch64__)
+
+std::vector<const cpu::CpuKernels*> find_available() {
+  return {&cpu::kernels_neon, &cpu::kernels_scalar};
+}
+
+#else
+
+std::vector<const cpu::CpuKernels*> find_available() { return {&cpu::kernels_scalar}; }
+
+#endif
+
+const std::vector<const cpu::CpuKernels*>& available() {
+  static const std::vector<const cpu::CpuKernels*> found = find_available();
+  return found;
+}
+
+const cpu::CpuKernels& choose() {
+  const char* forced = std::getenv("TILEDATTN_CPU_ISA");
+  if (forced == nullptr || *forced == '\0') return *available().front();
+  std::string names;
+  for (const cpu::CpuKernels* candidate : available()) {
+    if (std::string(forced) == candidate->name) return *candidate;
+    names += (names.empty() ? "" : ", ") + std::string(candidate->name);
+  }
+  throw ValueError("TILEDATTN_CPU_ISA: is '" + std::string(forced) +
+                   "'; this machine and build have " + names);
+}
+
+}  // namespace
+
+const cpu::CpuKernels& cpu::kernels() {
+  static const CpuKernels& chosen = choose();
+  return chosen;
+}
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const cpu::CpuKernels* candidate : available()) names.emplace_back(candidate->name);
+  return names;
+}
+
+std::string cpu_isa() { return cpu::kernels().name; }
+
+}  // namespace tiledattn

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What each instruction set supplies: one function for each element type. Plain data only, and no
+// inline function: a kernels_*.cpp that emitted one would hand the linker a copy that other CPUs
+// cannot run.
+#pragma once
+
+#include <stdint.h>
+
+namespace tiledattn::cpu {
+
+/// Keys that are folded into the running softmax at once.
+constexpr int kBlockKeys = 64;
+/// Rows that share the loads of K and V. A row is one query head of one token.
+constexpr int kGroupRows = 4;
+/// Packed q and o have rows of a multiple of this many elements, so that kernels use whole vectors
+/// on them.
+constexpr int kRowPadding = 64;
+
+enum class Element : int { float32, float16, bfloat16 };
+constexpr int kNumElements = 3;
+
+/// One block of keys and the rows that it is folded into; all rows belong to one KV head.
+struct BlockArgs {
+  int num_rows;
+  int num_keys;  ///< 1..kBlockKeys
+  int head_dim;
+  int head_dim_v;
+
+  const void* q;     ///< packed q, zero from head_dim on; float32 unless CpuKernels says otherwise
+  int64_t q_stride;  ///< elements
+  const void* const*
+      k;  ///< address of each key's K; entries from num_keys on (kBlockKeys in all) repeat the last
+  const void* const* v;
+  const void* const* next_k;  ///< the block after this one, to be prefetched
+  int num_next_keys;
+
+  const int* row_begin;  ///< row r sees keys row_begin[r] .. row_end[r] - 1 of the block
+  const int* row_end;
+
+  float softmax_scale;
+  float softcap;  ///< 0: none
+
+  // The running state, natural units.
+  float* m;
+  float* l;
+  float* o;
+  int64_t o_stride;
+};
+
+using AttendBlock = void (*)(const BlockArgs&);
+
+struct CpuKernels {
+  const char* name;
+  AttendBlock attend_block[kNumElements];  ///< by Element, the type of K and V
+  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16
+};
+
+extern const CpuKernels kernels_scalar;
+extern const CpuKernels kernels_avx2;
+extern const CpuKernels kernels_avx512;
+extern const CpuKernels kernels_avx512bf16;
+extern const CpuKernels kernels_neon;
+
+}  // namespace tiledattn::cpu

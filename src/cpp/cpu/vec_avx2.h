@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX2, FMA and F16C: 16 registers of eight lanes.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kAccumulators = 8;
+constexpr int kValueVectors = 2;
+
+}  // namespace
+
+#include "vec_common.h"
+
+namespace {
+
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+
+inline Vec load(const BFloat16* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+inline Vec load(const Float16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+/// lane i = sum of the lanes of v[i].
+inline Vec sum_each(const Vec* v) {
+  // hadd works in halves: lanes 0-3 of the sums come from the lower half of each v, lanes 4-7 from
+  // the upper.
+  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+inline float sum(Vec v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+inline float largest(Vec v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+}  // namespace
+
+#include "vec_dot.h"
