@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention on the host side: sequences go in groups that the scratch memory holds, and each group
+// is validated, attended to and, where keys are cut into segments, combined.
+#include "attend.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/attend_params.h"
+#include "decode/decode.h"
+#include "prefill/prefill.h"
+#include "tiledattn/error.h"
+#include "validate/validate.h"
+
+namespace tiledattn::cuda {
+
+namespace {
+
+constexpr std::int64_t kVectorBytes = 16;
+constexpr std::int64_t kFlagAlignment = 256;
+
+/// Calls `f` with a null pointer of the device type for `dtype`.
+template <typename F>
+void with_element_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::float32:
+      return f(static_cast<float*>(nullptr));
+    case DType::float16:
+      return f(static_cast<__half*>(nullptr));
+    case DType::bfloat16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+    default:
+      throw TypeError("q: got " + to_string(dtype) + "; expected float32, float16 or bfloat16");
+  }
+}
+
+/// Every row of the pool starts at a multiple of 16 bytes and is a multiple of 16 bytes long.
+bool vector_rows(const PoolView& pool, std::int64_t dim, DType dtype) {
+  const std::int64_t item = item_bytes(dtype);
+  const auto fits = [item](std::int64_t elements) { return elements * item % kVectorBytes == 0; };
+  return reinterpret_cast<std::uintptr_t>(pool.data) % kVectorBytes == 0 && fits(dim) &&
+         fits(pool.block_stride) && fits(pool.token_stride) && fits(pool.head_stride);
+}
+
+void launch_group(const AttendParams& params, Kernel kernel, cudaStream_t stream) {
+  const AttentionProblem& p = params.problem;
+  if (params.flags != nullptr) validate(params, stream);
+  if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
+  if (params.num_seqs == 0) return;
+  with_element_type(p.q.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
+    launch_decode_plain<T>(params, stream);
+    if (params.split()) launch_decode_combine(params, stream);
+  });
+}
+
+}  // namespace
+
+void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cudaStream_t stream) {
+  if (problem.num_q_heads == 0 || problem.total_q == 0) return;
+  if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain) {
+    throw Error(std::string("plan: kernel ") + to_string(plan.kernel) +
+                " is not one of the CUDA backend");
+  }
+  if (plan.kernel == Kernel::cuda_decode_plain && problem.packed_q()) {
+    throw Error("plan: packed q needs a prefill kernel");
+  }
+  const std::int64_t group = std::max<std::int64_t>(plan.seqs_per_launch, 1);
+  if (problem.packed_q() && group < problem.num_seqs) {
+    // Wrong cu_seqlens_q may let sequences overlap, so all must be validated before any writes its
+    // result.
+    throw ValueError("workspace: holds " + std::to_string(group) +
+                     " sequences; with packed q it must hold all " +
+                     std::to_string(problem.num_seqs) + ", with 4 bytes for each and 256 more");
+  }
+  const std::int64_t flag_bytes =
+      (group * 4 + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
+
+  AttendParams params;
+  params.problem = problem;
+  params.vector_k = vector_rows(problem.k, problem.head_dim, problem.q.dtype);
+  params.vector_v = vector_rows(problem.v, problem.head_dim_v, problem.q.dtype);
+  if (needs_validation(problem)) params.flags = static_cast<std::int32_t*>(scratch);
+  params.max_segments = plan.max_segments;
+  params.segment_limit = plan.segment_limit;
+  if (plan.kernel == Kernel::cuda_decode_plain && plan.max_segments > 1) {
+    params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flag_bytes);
+    params.partial_seq_stride = plan.sequence_bytes / 4;
+  }
+  std::int64_t first = 0;
+  do {
+    params.first_seq = first;
+    params.num_seqs = std::min(group, problem.num_seqs - first);
+    launch_group(params, plan.kernel, stream);
+    first += group;
+  } while (first < problem.num_seqs);
+}
+
+}  // namespace tiledattn::cuda

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend: each function makes its device current, calls the file that does the work, and
+// puts the former device back. Nothing here or elsewhere in this folder touches the driver before
+// the first call.
+//
+// Rules of this folder: device code in .cu and .cuh alone; a folder for each kernel family, with a
+// plain C++ header that declares one launch function for each variant; common/ includes nothing
+// outside itself but the core's headers and cuda_check.h.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "attend.h"
+#include "backend.h"
+#include "capture.h"
+#include "cuda_check.h"
+#include "device_guard.h"
+#include "devices.h"
+#include "fault_log.h"
+#include "memory.h"
+#include "merge/merge.h"
+#include "tiledattn/error.h"
+#include "write_kv/write_kv.h"
+
+namespace tiledattn {
+
+namespace {
+
+using cuda::check;
+using cuda::DeviceGuard;
+
+cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+/// "80-real 90a-real" -> "sm_80, sm_90a"; PTX targets are called compute_.
+std::string architecture_names(const std::string& cmake_list) {
+  std::string names;
+  for (std::size_t begin = 0; begin < cmake_list.size();) {
+    const std::size_t end = std::min(cmake_list.find(' ', begin), cmake_list.size());
+    const std::string word = cmake_list.substr(begin, end - begin);
+    const bool ptx = word.find("-virtual") != std::string::npos;
+    if (!names.empty()) names += ", ";
+    names += ptx ? "compute_" : "sm_";
+    names += word.substr(0, word.find('-'));
+    begin = end + 1;
+  }
+  return names;
+}
+
+class CudaBackend : public Backend {
+ public:
+  int device_count() const override { return static_cast<int>(cuda::devices().names.size()); }
+  std::string why_unavailable() const override { return cuda::devices().why_none; }
+
+  std::string device_name(int index) const override {
+    const auto& names = cuda::devices().names;
+    if (index < 0 || index >= static_cast<int>(names.size())) {
+      throw ValueError("device: got cuda:" + std::to_string(index) + "; this machine has " +
+                       std::to_string(names.size()) + " usable CUDA device(s)");
+    }
+    return names[static_cast<std::size_t>(index)];
+  }
+
+  std::string build_description() const override {
+    return std::to_string(CUDART_VERSION / 1000) + "." +
+           std::to_string(CUDART_VERSION % 1000 / 10) + " for " +
+           architecture_names(TILEDATTN_CUDA_ARCHITECTURES);
+  }
+
+  std::shared_ptr<void> allocate(int index, std::int64_t bytes) const override {
+    return cuda::allocate_device_memory(index, bytes);
+  }
+
+  void copy(void* to, Device to_device, const void* from, Device from_device, std::int64_t bytes,
+            Stream stream) const override {
+    if (bytes == 0) return;
+    const DeviceGuard guard(from_device.is_cpu() ? to_device.index : from_device.index);
+    const bool between_gpus =
+        !to_device.is_cpu() && !from_device.is_cpu() && to_device.index != from_device.index;
+    const auto count = static_cast<std::size_t>(bytes);
+    if (between_gpus) {
+      check(
+          cudaMemcpyPeerAsync(to, to_device.index, from, from_device.index, count, native(stream)),
+          "cudaMemcpyPeerAsync");
+    } else {
+      check(cudaMemcpyAsync(to, from, count, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync");
+    }
+    // Later work on the other device is on no stream that could wait for this one.
+    if (between_gpus || to_device.is_cpu() || from_device.is_cpu()) {
+      check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize");
+    }
+  }
+
+  std::shared_ptr<FaultLog> make_fault_log(int index) const override {
+    return cuda::make_fault_log(index);
+  }
+
+  void synchronize(int index, Stream stream) const override {
+    const DeviceGuard guard(index);
+    check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize");
+  }
+
+  void synchronize_device(int index) const override {
+    const DeviceGuard guard(index);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  void order(int index, Stream waiting, Stream on) const override {
+    const DeviceGuard guard(index);
+    cuda::order_streams(index, native(waiting), native(on));
+  }
+
+  std::uint64_t capture_id(int index, Stream stream) const override {
+    const DeviceGuard guard(index);
+    return cuda::capture_id(native(stream));
+  }
+
+  void retain_in_capture(int index, Stream stream, std::shared_ptr<void> owner) const override {
+    const DeviceGuard guard(index);
+    cuda::retain_in_capture(native(stream), std::move(owner));
+  }
+
+  void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int index,
+              Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::attend(problem, plan, scratch, native(stream));
+  }
+
+  void finalize(const FinalizeProblem& problem, int index, Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::launch_finalize(problem, native(stream));
+  }
+
+  void reset_state(const StateView& state, std::int64_t rows, std::int64_t head_dim_v, int index,
+                   Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::launch_reset_state(state, rows, head_dim_v, native(stream));
+  }
+
+  void merge_states(const MergeStatesProblem& problem, int index, Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::launch_merge_states(problem, native(stream));
+  }
+
+  void merge_attention(const MergeAttentionProblem& problem, int index,
+                       Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::launch_merge_attention(problem, native(stream));
+  }
+
+  void write_kv(const WriteKvProblem& problem, int index, Stream stream) const override {
+    const DeviceGuard guard(index);
+    cuda::launch_write_kv(problem, native(stream));
+  }
+};
+
+}  // namespace
+
+const Backend* cuda_backend() {
+  static const CudaBackend backend;
+  return &backend;
+}
+
+}  // namespace tiledattn

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "cuda_check.h"
+
+namespace tiledattn::cuda {
+
+struct LaunchShape {
+  std::int64_t blocks = 0;
+  int threads = 0;
+  std::size_t shared_bytes = 0;
+};
+
+/// The largest grid.x. Kernels stride over their work by the grid, so more work than this is only
+/// slower.
+constexpr std::int64_t kMaxBlocks = 2147483647;
+
+/// Dynamic shared memory that a kernel has without asking.
+constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
+
+/// Launches a kernel with one argument. The launch's own status is read, never the one that the
+/// runtime remembers: that may be another library's.
+template <typename Params>
+void launch(void (*kernel)(Params), const char* name, const LaunchShape& shape,
+            const Params& params, cudaStream_t stream) {
+  if (shape.blocks <= 0) return;
+  if (shape.shared_bytes > kDefaultSharedBytes) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes)),
+          std::string("cudaFuncSetAttribute for ") + name);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(shape.blocks, kMaxBlocks)));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  check(cudaLaunchKernelEx(&config, kernel, params), std::string("launch of ") + name);
+}
+
+}  // namespace tiledattn::cuda

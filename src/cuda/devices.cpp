@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "devices.h"
+
+#include "cuda_check.h"
+
+namespace tiledattn::cuda {
+
+namespace {
+
+constexpr int kOldestMajor = 8;
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+/// The driver's text is the same without a driver and with one that is too old, so its version goes
+/// with it.
+std::string why_no_device(cudaError_t status) {
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) (void)cudaGetLastError();
+  const std::string found = driver == 0
+                                ? "no CUDA driver was found"
+                                : "the installed driver supports CUDA " + version_text(driver);
+  return "no CUDA device can be used: " + describe(status) + " (" + found +
+         "; this build needs CUDA " + version_text(CUDART_VERSION / 1000 * 1000) + " or newer)";
+}
+
+Devices find_devices() {
+  Devices found;
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();
+    found.why_none = why_no_device(status);
+    return found;
+  }
+  for (int index = 0; index < count; ++index) {
+    cudaDeviceProp properties;
+    const cudaError_t read = cudaGetDeviceProperties(&properties, index);
+    if (read != cudaSuccess) {
+      (void)cudaGetLastError();
+      if (index == 0)
+        found.why_none =
+            "no CUDA device can be used: cudaGetDeviceProperties failed with " + describe(read);
+      return found;
+    }
+    const std::string name = std::string(properties.name) + " (sm_" +
+                             std::to_string(properties.major) + std::to_string(properties.minor) +
+                             ")";
+    if (properties.major < kOldestMajor) {
+      if (index == 0)
+        found.why_none = "no CUDA device can be used: " + name + " is older than sm_80";
+      return found;
+    }
+    found.names.push_back(name);
+  }
+  if (count == 0) found.why_none = "no CUDA device can be used: the driver reports none";
+  return found;
+}
+
+}  // namespace
+
+const Devices& devices() {
+  static const Devices found = find_devices();
+  return found;
+}
+
+}  // namespace tiledattn::cuda
