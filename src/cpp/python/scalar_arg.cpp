@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "scalar_arg.h"
+
+#include <nanobind/stl/string.h>
+
+#include "tiledattn/error.h"
+
+namespace nb = nanobind;
+
+namespace tiledattn::binding {
+
+namespace {
+
+[[noreturn]] void refuse_type(nb::handle value, const char* name, const char* expected) {
+  throw TypeError(std::string(name) + ": expected " + expected + ", got " + type_name_of(value));
+}
+
+std::string text_of(nb::handle value) { return nb::cast<std::string>(nb::str(value)); }
+
+}  // namespace
+
+std::string type_name_of(nb::handle object) {
+  const nb::handle type = object.type();
+  const std::string name = text_of(type.attr("__name__"));
+  const std::string module = text_of(type.attr("__module__"));
+  return module == "builtins" ? name : module + "." + name;
+}
+
+bool bool_arg(nb::handle value, const char* name) {
+  if (value.ptr() == Py_True) return true;
+  if (value.ptr() == Py_False) return false;
+  const std::string type = type_name_of(value);
+  if (type == "numpy.bool" || type == "numpy.bool_") return PyObject_IsTrue(value.ptr()) == 1;
+  refuse_type(value, name, "True or False");
+}
+
+std::int64_t integer_arg(nb::handle value, const char* name) {
+  if (PyBool_Check(value.ptr()) || !PyIndex_Check(value.ptr())) refuse_type(value, name, "an int");
+  const nb::object number = nb::steal(PyNumber_Index(value.ptr()));
+  if (!number.is_valid()) {
+    PyErr_Clear();  // an array of several elements has __index__ too
+    refuse_type(value, name, "an int");
+  }
+  int overflow = 0;
+  const long long result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0)
+    throw ValueError(std::string(name) + ": got " + text_of(number) + "; expected a 64-bit number");
+  return result;
+}
+
+std::optional<std::int64_t> optional_integer_arg(nb::handle value, const char* name) {
+  if (value.is_none()) return std::nullopt;
+  return integer_arg(value, name);
+}
+
+double number_arg(nb::handle value, const char* name) {
+  const double result = PyFloat_AsDouble(value.ptr());
+  if (result == -1.0 && PyErr_Occurred()) {
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
+    PyErr_Clear();
+    if (too_large) throw ValueError(std::string(name) + ": got an int beyond the range of a float");
+    refuse_type(value, name, "a number");
+  }
+  return result;
+}
+
+std::optional<double> optional_number_arg(nb::handle value, const char* name) {
+  if (value.is_none()) return std::nullopt;
+  return number_arg(value, name);
+}
+
+std::string text_arg(nb::handle value, const char* name) {
+  if (!PyUnicode_Check(value.ptr())) refuse_type(value, name, "a str");
+  return nb::cast<std::string>(value);
+}
+
+Window window_arg(nb::handle value) {
+  const bool is_pair =
+      (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) && nb::len(value) == 2;
+  if (!is_pair) {
+    const bool is_sequence = PyTuple_Check(value.ptr()) || PyList_Check(value.ptr());
+    if (!is_sequence) refuse_type(value, "window", "(left, right), each None or an int");
+    throw ValueError("window: got " + std::to_string(nb::len(value)) +
+                     " entries; expected (left, right), each None or an int");
+  }
+  const nb::object left = value[0];
+  const nb::object right = value[1];
+  return {optional_integer_arg(left, "window"), optional_integer_arg(right, "window")};
+}
+
+Device device_arg(nb::handle value) {
+  if (value.is_none()) return default_device();
+  return parse_device(text_of(value));
+}
+
+}  // namespace tiledattn::binding

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensor_arg.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <utility>
+
+#include "backend.h"
+#include "lazy.h"
+#include "scalar_arg.h"
+#include "stream_arg.h"
+#include "tiledattn/error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiledattn::binding {
+
+namespace {
+
+/// The text of a framework's refusal. Running out of memory and interrupts stay what they are.
+std::string message_of(const nb::python_error& error) {
+  const bool is_refusal = error.matches(PyExc_Exception) && !error.matches(PyExc_MemoryError);
+  if (!is_refusal) throw error;
+  return nb::cast<std::string>(nb::str(error.value()));
+}
+
+[[noreturn]] void refuse_export(const nb::python_error& error, nb::handle array, const char* name) {
+  const std::string message = message_of(error);
+  throw TypeError(std::string(name) + ": the memory of this " + type_name_of(array) +
+                  " cannot be read: " + message);
+}
+
+/// A lazily negated tensor would be read with the wrong sign: no array interface tells of it.
+void refuse_negated(nb::handle tensor, const char* name) {
+  if (tensor.attr("is_neg")().ptr() != Py_True) return;
+  throw ValueError(std::string(name) + ": is a lazily negated tensor; pass its resolve_neg()");
+}
+
+/// Results carry no gradient, so an input that expects one is refused.
+void refuse_gradient(nb::handle tensor, const char* name) {
+  if (tensor.attr("requires_grad").ptr() != Py_True) return;
+  if (nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True) return;
+  throw ValueError(std::string(name) +
+                   ": requires grad, and the library computes the forward pass only; call it under "
+                   "torch.no_grad() or "
+                   "pass a detached tensor");
+}
+
+/// `array.__dlpack__(...)`, with the newest version that the producer knows.
+nb::object export_capsule(nb::handle array, std::optional<std::int64_t> stream, ArrayType& type) {
+  static Lazy newest;
+  const nb::handle max_version = newest.get([] { return nb::make_tuple(1, 1); });
+  const nb::object method = array.attr("__dlpack__");
+  if (!type.unversioned) {
+    try {
+      return stream ? method("stream"_a = *stream, "max_version"_a = max_version)
+                    : method("max_version"_a = max_version);
+    } catch (const nb::python_error& error) {
+      if (!error.matches(PyExc_TypeError)) throw;
+    }
+  }
+  nb::object capsule = stream ? method("stream"_a = *stream) : method();
+  type.unversioned = true;
+  return capsule;
+}
+
+Device dlpack_device(nb::handle array, const char* name) {
+  const auto [kind, index] =
+      nb::cast<std::pair<nb::object, nb::object>>(array.attr("__dlpack_device__")());
+  const dlpack::Device device{static_cast<std::int32_t>(integer_arg(kind, name)),
+                              static_cast<std::int32_t>(integer_arg(index, name))};
+  return device_of(device, name);
+}
+
+bool same(Stream a, Stream b) { return a.handle == b.handle; }
+
+}  // namespace
+
+TensorArgs::TensorArgs(nb::handle stream, std::optional<Stream> otherwise)
+    : given_(stream_arg(stream)), chosen_(given_ ? given_ : otherwise) {}
+
+std::optional<Tensor> TensorArgs::optional_input(nb::handle array, const char* name) {
+  if (array.is_none()) return std::nullopt;
+  return input(array, name);
+}
+
+Tensor TensorArgs::convert(nb::handle array, const char* name, bool writable) {
+  ArrayType& type = array_type(array.type());
+  if (!framework_) framework_ = type.framework;
+  if (type.framework == Framework::torch) {
+    refuse_gradient(array, name);
+    refuse_negated(array, name);
+  }
+  Tensor tensor;
+  if (type.api) {
+    tensor = convert_quickly(array, name, *type.api);
+  } else if (type.is_capsule) {
+    tensor = consume(array, name, writable);
+  } else if (!type.has_dlpack) {
+    throw TypeError(
+        std::string(name) +
+        ": expected an array (NumPy, torch, CuPy, JAX or anything with __dlpack__), got " +
+        type_name_of(array));
+  } else if (type.framework == Framework::numpy) {
+    tensor = convert_numpy(array, name, writable, type);
+  } else {
+    tensor = convert_through_dlpack(array, name, writable, type);
+  }
+  if (!device_) device_ = tensor.device;
+  return tensor;
+}
+
+Tensor TensorArgs::convert_quickly(nb::handle array, const char* name,
+                                   const dlpack::ExchangeApi& api) {
+  dlpack::Array described;
+  if (api.describe(array.ptr(), &described) != 0) refuse_export(nb::python_error(), array, name);
+  const Tensor tensor = tensor_of(described, name);
+  if (!tensor.device.is_cpu()) {
+    void* producer = nullptr;
+    if (api.current_stream(described.device.type, described.device.id, &producer) != 0)
+      throw nb::python_error();
+    came_from(tensor.device, stream_of(reinterpret_cast<std::uintptr_t>(producer)));
+  }
+  return tensor;
+}
+
+Tensor TensorArgs::convert_numpy(nb::handle array, const char* name, bool writable,
+                                 ArrayType& type) {
+  if (type.is_masked) {
+    throw TypeError(std::string(name) +
+                    ": is a masked array, whose mask would be ignored; expected a plain array");
+  }
+  const NumpyDtype dtype = numpy_dtype(array.attr("dtype"));
+  const nb::object exported =
+      dtype.is_foreign ? array.attr("view")(nb::handle(dtype.bits)) : nb::borrow(array);
+  Tensor tensor;
+  try {
+    tensor = consume(export_capsule(exported, std::nullopt, type), name, writable);
+  } catch (const nb::python_error& error) {
+    // NumPy before 2.1 cannot export read-only arrays through DLPack; the buffer protocol can.
+    nb::ndarray<nb::ro> buffer;
+    const bool is_old = !writable && error.matches(PyExc_BufferError);
+    if (!is_old || !nb::try_cast<nb::ndarray<nb::ro>>(exported, buffer, false)) {
+      if (writable && !nb::cast<bool>(array.attr("flags").attr("writeable"))) {
+        throw ValueError(std::string(name) + ": is read-only; it is written to");
+      }
+      refuse_export(error, array, name);
+    }
+    dlpack::Array described{const_cast<void*>(buffer.data()),
+                            {dlpack::kCpu, 0},
+                            static_cast<std::int32_t>(buffer.ndim()),
+                            {buffer.dtype().code, buffer.dtype().bits, buffer.dtype().lanes},
+                            const_cast<std::int64_t*>(buffer.shape_ptr()),
+                            const_cast<std::int64_t*>(buffer.stride_ptr()),
+                            0};
+    tensor = tensor_of(described, name);
+    held_buffers_.push_back(std::move(buffer));
+  }
+  if (dtype.is_foreign) tensor.dtype = dtype.dtype;
+  return tensor;
+}
+
+Tensor TensorArgs::convert_through_dlpack(nb::handle array, const char* name, bool writable,
+                                          ArrayType& type) {
+  if (type.framework == Framework::jax && writable) {
+    throw ValueError(std::string(name) +
+                     ": is a JAX array, which is immutable; leave it out to get a new array");
+  }
+  nb::object capsule;
+  try {
+    const Device device = dlpack_device(array, name);
+    std::optional<std::int64_t> stream;
+    if (!device.is_cpu()) {
+      if (type.framework == Framework::jax) {
+        throw TypeError(std::string(name) + ": is a JAX array on " + tiledattn::to_string(device) +
+                        ", which is not supported yet; JAX arrays on the CPU are");
+      }
+      if (type.framework == Framework::other) {
+        // The producer makes the stream that we name wait for its own work.
+        if (!chosen_) chosen_ = Stream{};
+        stream = static_cast<std::int64_t>(dlpack_handle(*chosen_));
+      } else {
+        // Their own ordering would break a graph capture, so it is switched off and left to
+        // launch_stream.
+        const bool is_cupy = type.framework == Framework::cupy;
+        came_from(device,
+                  is_cupy ? current_cupy_stream(device.index) : current_torch_stream(device.index));
+        stream = -1;
+      }
+    }
+    // torch's own __dlpack__ refuses what refuse_gradient has let pass under no_grad.
+    const bool is_torch = type.framework == Framework::torch;
+    const nb::object exported = is_torch ? array.attr("detach")() : nb::borrow(array);
+    capsule = export_capsule(exported, stream, type);
+  } catch (const nb::python_error& error) {
+    refuse_export(error, array, name);
+  }
+  return consume(capsule, name, writable);
+}
+
+Tensor TensorArgs::consume(nb::handle capsule, const char* name, bool writable) {
+  ManagedArray managed(capsule, name);
+  const Tensor tensor = tensor_of(managed.array(), name);
+  if (writable && managed.read_only())
+    throw ValueError(std::string(name) + ": is read-only; it is written to");
+  if (held_.empty()) held_.reserve(12);
+  held_.push_back(std::move(managed));
+  return tensor;
+}
+
+void TensorArgs::came_from(Device device, Stream producer) {
+  if (!chosen_) chosen_ = producer;
+  // An array on another device than the first is refused later; its stream is of no use here.
+  if (device_ && *device_ != device) return;
+  if (same(producer, *chosen_)) return;
+  for (const Stream known : producers_) {
+    if (same(known, producer)) return;
+  }
+  producers_.push_back(producer);
+}
+
+Stream TensorArgs::launch_stream() {
+  if (!device_ || device_->is_cpu()) {
+    if (given_)
+      throw ValueError("stream: got a stream, but the arrays are on the CPU; expected None");
+    return {};
+  }
+  if (!producers_.empty()) {
+    const Backend& backend = backend_for(*device_);
+    for (const Stream producer : producers_)
+      backend.order(device_->index, chosen_stream(), producer);
+  }
+  return chosen_stream();
+}
+
+}  // namespace tiledattn::binding
