@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Refused calls: a right call is spoiled in one way; the error names the argument, what came and
+// what was wanted, nothing is written, and the right call still works.
+#pragma once
+
+#include <deque>
+#include <functional>
+
+#include "arrays.h"
+
+namespace test {
+
+/// One way to spoil a call that is right otherwise.
+template <typename Args>
+struct Refusal {
+  enum Kind { kType, kValue, kIndex };
+  Kind kind;
+  std::function<void(Args&)> spoil;
+  std::vector<std::string> parts;  ///< of the message: argument, what came, what was wanted
+};
+
+template <typename Args>
+void check_refusals(const Args& right, const std::function<void(const Args&)>& call,
+                    const std::vector<Refusal<Args>>& refusals, const Tensor& out) {
+  const Host before = download(out);
+  int number = 0;
+  for (const Refusal<Args>& refusal : refusals) {
+    Args args = right;
+    refusal.spoil(args);
+    context = "refusal " + std::to_string(number++) + " (" + refusal.parts[0] + ")";
+    const auto body = [&] { call(args); };
+    switch (refusal.kind) {
+      case Refusal<Args>::kType:
+        check_throws<TypeError>(__FILE__, __LINE__, body, refusal.parts);
+        break;
+      case Refusal<Args>::kValue:
+        check_throws<ValueError>(__FILE__, __LINE__, body, refusal.parts);
+        break;
+      case Refusal<Args>::kIndex:
+        check_throws<IndexError>(__FILE__, __LINE__, body, refusal.parts);
+        break;
+    }
+    CHECK(same_bits(before, download(out)));
+  }
+  context = "the call that is right";
+  call(right);
+  CHECK(!same_bits(before, download(out)));
+}
+
+inline constexpr Device kGpu{DeviceKind::cuda, 0};
+inline constexpr DType kBool = static_cast<DType>(0x0608);
+inline constexpr DType kUint32 = static_cast<DType>(0x0120);
+inline constexpr DType kFloat64 = static_cast<DType>(0x0240);
+
+inline Tensor shortened(Tensor tensor) {  // one row fewer
+  --tensor.shape[0];
+  return tensor;
+}
+
+inline Tensor flattened(Tensor tensor) {  // the last dimension gone
+  --tensor.rank;
+  return tensor;
+}
+
+inline Tensor misaligned(Tensor tensor) {
+  tensor.data = static_cast<char*>(tensor.data) + 1;
+  return tensor;
+}
+
+inline Tensor with_stride(Tensor tensor, int axis, std::int64_t stride) {
+  tensor.strides[axis] = stride;
+  return tensor;
+}
+
+inline Tensor with_size(Tensor tensor, int axis, std::int64_t size) {
+  tensor.shape[axis] = size;
+  return tensor;
+}
+
+inline Tensor of_type(Tensor tensor, DType dtype) {
+  tensor.dtype = dtype;
+  return tensor;
+}
+
+inline Tensor on(Tensor tensor, Device device) {
+  tensor.device = device;
+  return tensor;
+}
+
+/// An index array that lives to the end of the run.
+inline Tensor numbers(const std::vector<std::int64_t>& values, Shape shape = {}) {
+  static std::deque<Array> kept;
+  if (shape.empty()) shape = {static_cast<std::int64_t>(values.size())};
+  kept.push_back(indices(shape, values, kCpu));
+  return kept.back();
+}
+
+}  // namespace test

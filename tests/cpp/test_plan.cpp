@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans: how keys are cut into segments and how much scratch a call needs.
+#include "plan.h"
+
+#include "arrays.h"
+#include "check.h"
+
+using namespace tiledattn;
+
+namespace {
+
+AttentionProblem paged(std::int64_t num_seqs, std::int64_t q_len, std::int64_t num_keys) {
+  AttentionProblem p;
+  p.num_seqs = num_seqs;
+  p.q_len = q_len;
+  p.total_q = num_seqs * q_len;
+  p.num_q_heads = 32;
+  p.num_kv_heads = 8;
+  p.head_dim = p.head_dim_v = 128;
+  p.key_source = KeySource::paged;
+  p.block_size = 16;
+  p.table_width = (num_keys + 15) / 16;
+  return p;
+}
+
+constexpr std::int64_t kBytes = Workspace::kDefaultBytes;
+
+}  // namespace
+
+TEST(segments_cover_all_keys_in_order) {
+  for (const std::int64_t limit : {1, 2, 3, 63, 64}) {
+    for (const std::int64_t num_keys :
+         {1, 255, 256, 257, 1000, 4096, 16384, 16385, 70001, 1 << 24}) {
+      const KeyRange visible{17, 17 + num_keys};
+      const std::int64_t count = num_segments(num_keys, limit);
+      CHECK(count >= 1 && count <= limit);
+      std::int64_t next = visible.begin;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const KeyRange range = segment_range(visible, i, limit);
+        CHECK(range.begin == next);
+        CHECK(!range.empty());
+        CHECK(range.end - range.begin <= segment_keys(num_keys, limit));
+        next = range.end;
+      }
+      CHECK(next == visible.end);
+    }
+    CHECK(num_segments(0, limit) == 0);
+    CHECK(num_segments(-4, limit) == 0);
+  }
+}
+
+TEST(short_segments_are_never_made) {
+  CHECK(segment_keys(1, kMaxSegments) == kSegmentKeys);
+  CHECK(segment_keys(kSegmentKeys + 1, kMaxSegments) == kSegmentKeys);
+  CHECK(num_segments(kSegmentKeys, kMaxSegments) == 1);
+  CHECK(num_segments(kSegmentKeys + 1, kMaxSegments) == 2);
+  CHECK(num_segments(kSegmentKeys * kMaxSegments + 1, kMaxSegments) <= kMaxSegments);
+}
+
+TEST(the_cut_depends_on_the_sequence_alone) {
+  // What a sequence is cut into is num_segments(its keys, segment_limit): neither the batch, nor
+  // the table's width, nor the workspace may move the limit.
+  const std::int64_t limit = make_plan(paged(1, 1, 300), {}, kBytes).segment_limit;
+  for (const std::int64_t num_seqs : {1, 2, 64, 1000}) {
+    for (const std::int64_t num_keys : {16, 5000, 1 << 22}) {
+      for (const std::int64_t bytes : {kBytes, 8 * kBytes}) {
+        CHECK(make_plan(paged(num_seqs, 1, num_keys), {}, bytes).segment_limit == limit);
+      }
+    }
+  }
+}
+
+TEST(max_segments_bounds_every_sequence) {
+  for (const std::int64_t q_len : {1, 4, 16}) {
+    for (const std::int64_t width : {16, 256, 272, 4096, 40000, 1 << 20}) {
+      const Plan plan = make_plan(paged(3, q_len, width), {}, 16 * kBytes);
+      for (std::int64_t num_keys = 0; num_keys <= width; num_keys += 1 + width / 50) {
+        CHECK(num_segments(num_keys, plan.segment_limit) <= plan.max_segments);
+      }
+      CHECK(plan.max_segments <= kMaxSegments);
+      CHECK(plan.sequence_bytes <= std::max(kMaxSequenceScratch, q_len * 32 * 130 * 4));
+    }
+  }
+}
+
+TEST(scratch_fits_the_workspace) {
+  for (const std::int64_t num_seqs : {1, 7, 100, 5000}) {
+    const Plan plan = make_plan(paged(num_seqs, 2, 100'000), {}, kBytes);
+    CHECK(plan.seqs_per_launch >= 1 && plan.seqs_per_launch <= num_seqs);
+    CHECK(plan.seqs_per_launch * plan.sequence_bytes <= kBytes);
+  }
+  CHECK_THROWS(ValueError, make_plan(paged(1, 1, 100'000), {}, 1000), "workspace", "1000",
+               "at least");
+}
+
+TEST(one_segment_needs_no_partial_results) {
+  const Plan plan = make_plan(paged(8, 1, 256), {}, 4096);
+  CHECK(plan.max_segments == 1);
+  CHECK(plan.sequence_bytes == 0);
+  CHECK(plan.seqs_per_launch == 8);
+}
+
+TEST(a_window_bounds_the_segments) {
+  AttentionProblem p = paged(1, 1, 1 << 20);
+  p.window_left = 500;
+  p.causal = true;
+  CHECK(make_plan(p, {}, kBytes).max_segments == 2);  // 501 keys
+}
+
+TEST(an_object_reserves_enough_for_each_of_its_calls) {
+  for (const std::int64_t max_q_len : {1, 3, 8, 40}) {
+    for (const std::int64_t max_keys : {16, 1024, 50'000}) {
+      for (const std::int64_t max_seqs : {1, 5}) {
+        const std::int64_t bytes = decode_workspace_bytes(max_seqs, max_q_len, 32, 128, max_keys);
+        for (std::int64_t q_len = 1; q_len <= max_q_len; ++q_len) {
+          for (std::int64_t width = 16; width <= max_keys; width *= 4) {
+            AttentionProblem p = paged(max_seqs, q_len, width);
+            float m = 0;
+            p.key_source = KeySource::tiles;
+            p.state.m = &m;
+            CHECK(make_plan(p, {}, bytes).seqs_per_launch >= 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(kernels_by_query_length_and_device) {
+  const Device gpu{DeviceKind::cuda, 0};
+  CHECK(make_plan(paged(1, 1, 100), {}, kBytes).kernel == Kernel::cpu_decode);
+  CHECK(make_plan(paged(1, kMaxDecodeTokens, 100), {}, kBytes).kernel == Kernel::cpu_decode);
+  CHECK(make_plan(paged(1, kMaxDecodeTokens + 1, 100), {}, kBytes).kernel == Kernel::cpu_prefill);
+  CHECK(make_plan(paged(1, 1, 100), gpu, kBytes).kernel == Kernel::cuda_decode_plain);
+  CHECK(make_plan(paged(1, 100, 100), gpu, kBytes).kernel == Kernel::cuda_prefill_plain);
+  for (const Kernel kernel : {Kernel::cpu_decode, Kernel::cpu_prefill, Kernel::cuda_decode_plain,
+                              Kernel::cuda_prefill_plain}) {
+    CHECK(std::string(to_string(kernel)) != "unknown");
+  }
+}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal bits: run after run, for any number of threads, and whatever surrounds a sequence."""
+
+from __future__ import annotations
+
+import calls
+import cases
+import compare
+import numpy as np
+import pytest
+import tiledattn as ta
+
+# Long enough to be cut into segments, short ones beside it; the order of the batch changes in the tests.
+LENGTHS = (2500, 1, 700, 0, 130)
+
+
+def _paged(dtype, q_lens=None, seq_lens=LENGTHS):
+    return cases.Paged("", seq_lens=seq_lens, q_lens=q_lens, num_q_heads=6).make(dtype)
+
+
+def _only(data, rows):
+    """The same call over some sequences of the batch, in the order given."""
+    return data._replace(q=data.q[rows], block_table=data.block_table[rows], seq_lens=data.seq_lens[rows])
+
+
+@pytest.mark.parametrize("q_lens", [None, 3])
+def test_paged_alone_or_in_company(q_lens, device, dtype):
+    data = _paged(dtype, q_lens)
+    out, lse = calls.run_paged(device, data)
+    compare.same_bits(calls.run_paged(device, data), (out, lse))
+    for b in range(len(LENGTHS)):
+        compare.same_bits(
+            calls.run_paged(device, _only(data, [b])), (out[[b]], lse[[b]]), f"sequence {b} alone"
+        )
+    order = [3, 0, 4, 2, 1, 0]
+    compare.same_bits(calls.run_paged(device, _only(data, order)), (out[order], lse[order]))
+
+
+def test_paged_other_blocks_and_wider_tables(device, dtype):
+    data = _paged(dtype)
+    want = calls.run_paged(device, data)
+    moved = np.random.default_rng(1).permutation(len(data.k_pool))
+    k_pool, v_pool = np.empty_like(data.k_pool), np.empty_like(data.v_pool)
+    k_pool[moved], v_pool[moved] = data.k_pool, data.v_pool
+    table = np.full((5, data.block_table.shape[1] + 40), -3, np.int32)
+    for b, length in enumerate(LENGTHS):
+        used = -(-length // 16)
+        table[b, :used] = moved[data.block_table[b, :used]]
+    bigger = [np.concatenate([pool, np.full_like(pool, np.nan)]) for pool in (k_pool, v_pool)]
+    got = calls.run_paged(device, data._replace(k_pool=bigger[0], v_pool=bigger[1], block_table=table))
+    compare.same_bits(got, want)
+
+
+def test_ragged_alone_or_in_company(device, dtype):
+    q_lens = (7, 1, 64, 2, 30)
+    data = _paged(dtype, q_lens)
+    out, lse = calls.run_paged(device, data)
+    for b in range(len(q_lens)):
+        rows = slice(data.cu_seqlens_q[b], data.cu_seqlens_q[b + 1])
+        alone = data._replace(
+            q=data.q[rows],
+            block_table=data.block_table[[b]],
+            seq_lens=data.seq_lens[[b]],
+            cu_seqlens_q=np.array([0, q_lens[b]], np.int32),
+        )
+        compare.same_bits(calls.run_paged(device, alone), (out[rows], lse[rows]), f"sequence {b} alone")
+    compare.same_bits(calls.run_paged(device, data, max_seqlen_q=64), (out, lse), "with max_seqlen_q")
+
+
+def test_tiled_whatever_the_object_holds(device, dtype):
+    case = cases.Tiled("", cases.Paged("", seq_lens=(2500, 1, 700), num_q_heads=6), tile_blocks=(100, 30, 40))
+    data = case.make(dtype)
+    want = calls.run_tiled(device, data)
+    compare.same_bits(calls.run_tiled(device, data), want, "again")
+    compare.same_bits(calls.run_tiled(device, data, dims={"max_seqs": 17}), want, "max_seqs")
+    compare.same_bits(calls.run_tiled(device, data, dims={"tile_capacity": 512}), want, "tile_capacity")
+    compare.same_bits(calls.run_tiled(device, data, dims={"max_q_len": 1, "max_seqs": 3}), want)
+    for order in ([0], [1], [2], [2, 0, 1, 0]):
+        tiles = [cases.Tile(*(None if x is None else x[order] for x in tile)) for tile in data.tiles]
+        part = data._replace(paged=data.paged._replace(q=data.paged.q[order]), tiles=tiles)
+        compare.same_bits(calls.run_tiled(device, part), tuple(x[order] for x in want), f"sequences {order}")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_alone_or_in_company(causal, device, dtype):
+    (q, k, v), _ = cases.Flash("", batch=3, q_len=70, kv_len=1500).make(dtype)
+    out, lse = calls.run_flash(device, (q, k, v), causal=causal)
+    compare.same_bits(calls.run_flash(device, (q, k, v), causal=causal), (out, lse))
+    for b in range(3):
+        got = calls.run_flash(device, (q[[b]], k[[b]], v[[b]]), causal=causal)
+        compare.same_bits(got, (out[[b]], lse[[b]]), f"sequence {b} alone")
+
+
+def test_packed_alone_or_in_company(device, dtype):
+    q_lens, kv_lens = (40, 1, 129), (40, 1200, 300)
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (q_lens, kv_lens))
+    rng = np.random.default_rng(0)
+    q, k, v = (cases.random(rng, (n, h, 64), dtype) for n, h in ((170, 4), (1540, 2), (1540, 2)))
+    out, lse = calls.run_flash(device, (q, k, v), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+    for b in range(3):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        one = {
+            "cu_seqlens_q": np.array([0, q_lens[b]]),
+            "cu_seqlens_k": np.array([0, kv_lens[b]]),
+            "causal": True,
+        }
+        compare.same_bits(calls.run_flash(device, (q[rows], k[keys], v[keys]), one), (out[rows], lse[rows]))
+
+
+def test_any_number_of_threads(cpu, dtype):
+    paged = _paged(dtype)
+    tiled = cases.Tiled("", cases.Paged("", seq_lens=(2500, 3)), tile_blocks=(100, 60)).make(dtype)
+    qkv, score = cases.Flash("", q_len=70, kv_len=700).make(dtype)
+    before = ta.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            ta.set_num_threads(threads)
+            results.append(
+                (calls.run_paged(cpu, paged), calls.run_tiled(cpu, tiled), calls.run_flash(cpu, qkv, score))
+            )
+    finally:
+        ta.set_num_threads(before)
+    for other in results[1:]:
+        compare.same_bits(other, results[0])
+
+
+def test_merging_is_deterministic_in_the_order_given(device):
+    data = cases.Tiled("", cases.Paged("", seq_lens=(96, 40))).make("float32")
+    states = []
+    for tile in data.tiles:
+        attn = calls.make_attention(device, data)
+        attn.begin_step(2)
+        calls.step(device, attn, data, tile)
+        states.append(attn.state())
+    first, again = ta.merge_states(states), ta.merge_states(states)
+    for name in "mlo":
+        compare.same_bits(*(calls.device_view(device, getattr(x, name)) for x in (first, again)))

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Array intake: DLPack in all its forms, capsules used once, read-only and strange arrays, live views."""
+
+from __future__ import annotations
+
+import gc
+
+import calls
+import capsules
+import cases
+import compare
+import numpy as np
+import pytest
+import reference
+import tiledattn as ta
+
+
+def _qkv(seed=0):
+    return cases.Flash("", batch=1, q_len=3, kv_len=9, head_dim=8).make("float32", seed)[0]
+
+
+def _close(out, qkv):
+    compare.out_close(np.asarray(out), reference.flash(*qkv).out, "float32")
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"strides": False}, {"byte_offset": 64}], ids=["plain", "no_strides", "offset"]
+)
+def test_capsules_are_read_and_deleted_once(versioned, options):
+    q, k, v = _qkv()
+    makers = [capsules.Producer(x, versioned=versioned, **options) for x in (k, v)]
+    _close(ta.flash_attention(q, *makers), (q, k, v))
+    gc.collect()
+    assert [maker.deleted for maker in makers] == [1, 1]
+
+
+def test_the_framework_of_q_may_be_any_producer():
+    q, k, v = _qkv()
+    maker = capsules.Producer(q)
+    _close(ta.flash_attention(maker, k, v), (q, k, v))
+    gc.collect()
+    assert maker.deleted == 1
+
+
+def test_producers_from_before_versions():
+    q, k, v = _qkv()
+    _close(ta.flash_attention(q, capsules.OldProducer(k), capsules.OldProducer(v)), (q, k, v))
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": (capsules.FLOAT, 64, 1)}, TypeError),
+        ({"dtype": (capsules.INT, 32, 1)}, TypeError),
+        ({"dtype": (capsules.FLOAT, 32, 2)}, TypeError),
+        ({"device": (capsules.CUDA, 0)}, (ValueError, ta.CudaError)),
+        ({"device": (77, 0)}, ValueError),
+    ],
+    ids=["float64", "int32", "lanes", "other_device", "unknown_device"],
+)
+def test_refused_capsules_are_deleted_once(versioned, options, error):
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, versioned=versioned, **options)
+    with pytest.raises(error, match="k"):
+        ta.flash_attention(q, maker, v)
+    gc.collect()
+    assert maker.deleted <= 1, "deleted twice"
+    _close(ta.flash_attention(q, k, v), (q, k, v))
+
+
+def test_a_refused_shape_deletes_every_capsule_once():
+    q, k, v = _qkv()
+    makers = [capsules.Producer(x) for x in (k, v[:, :5].copy())]
+    with pytest.raises(ValueError, match="v"):
+        ta.flash_attention(q, *makers)
+    gc.collect()
+    assert [maker.deleted for maker in makers] == [1, 1]
+
+
+def test_a_capsule_of_an_unknown_version_is_refused():
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, version=(99, 0))
+    with pytest.raises((BufferError, ValueError, TypeError), match="k"):
+        ta.flash_attention(q, maker, v)
+    gc.collect()
+    assert maker.deleted == 1
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_h44_a_producer_that_repeats_its_capsule(versioned):
+    """cupy/cupy#3611, pytorch/pytorch#56789: the second use of a capsule raises, and it is deleted once."""
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, versioned=versioned, again=True)
+    _close(ta.flash_attention(q, maker, v), (q, k, v))
+    with pytest.raises((ValueError, TypeError, BufferError), match="k"):
+        ta.flash_attention(q, maker, v)
+    maker.kept = None
+    gc.collect()
+    assert maker.deleted == 1
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_h44_a_raw_capsule_in_two_calls(versioned):
+    """cupy/cupy#3611: a raw capsule is taken once or not at all, never twice."""
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, versioned=versioned)
+    capsule = maker.capsule()
+    out, error = calls.outcome(TypeError, ta.flash_attention, q, capsule, v)
+    if error:
+        assert "k" in str(error)
+        assert maker.deleted == 0
+    else:
+        _close(out, (q, k, v))
+    with pytest.raises((ValueError, TypeError, BufferError), match="k"):
+        ta.flash_attention(q, capsule, v)
+    del capsule
+    gc.collect()
+    assert maker.deleted == 1
+
+
+def test_h44_a_refused_raw_capsule_is_deleted_once():
+    """pytorch/pytorch#56789: an exception after taking ownership must not free twice."""
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, dtype=(capsules.FLOAT, 64, 1))
+    capsule = maker.capsule()
+    with pytest.raises(TypeError, match="k"):
+        ta.flash_attention(q, capsule, v)
+    del capsule
+    gc.collect()
+    assert maker.deleted == 1
+
+
+class _Broken:
+    def __init__(self, result):
+        self.result = result
+
+    def __dlpack__(self, **_):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+@pytest.mark.parametrize(
+    "result", [None, 3, "capsule", RuntimeError("lent out"), MemoryError("lent out")], ids=repr
+)
+def test_producers_that_break(result):
+    q, _, v = _qkv()
+    with pytest.raises(Exception) as caught:
+        ta.flash_attention(q, _Broken(result), v)
+    if isinstance(result, Exception):
+        assert isinstance(caught.value, (type(result), TypeError, ValueError))
+        text = str(caught.value) + str(caught.value.__cause__)
+        assert "lent out" in text
+    else:
+        assert isinstance(caught.value, TypeError)
+        assert "k" in str(caught.value)
+
+
+# NumPy.
+
+
+def test_read_only_inputs_are_read():
+    q, k, v = (np.array(x) for x in _qkv())
+    for x in (q, k, v):
+        x.flags.writeable = False
+    _close(ta.flash_attention(q, k, v), (q, k, v))
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_read_only_outputs_are_refused(name):
+    q, k, v = _qkv()
+    target = np.full(q.shape if name == "out" else q.shape[:-1], 7.0, np.float32)
+    target.flags.writeable = False
+    other = {} if name == "out" else {"out": np.empty_like(q)}
+    with pytest.raises((TypeError, ValueError), match=name):
+        ta.flash_attention(q, k, v, **other, **{name: target})
+    assert (target == 7.0).all()
+
+
+def test_read_only_capsule_as_out_is_refused():
+    q, k, v = _qkv()
+    maker = capsules.Producer(np.full_like(q, 7.0), flags=capsules.READ_ONLY)
+    with pytest.raises((TypeError, ValueError), match="out"):
+        ta.flash_attention(q, k, v, out=maker)
+    assert (maker.array == 7.0).all()
+    gc.collect()
+    assert maker.deleted == 1
+
+
+def test_outputs_through_capsules():
+    q, k, v = _qkv()
+    maker = capsules.Producer(np.full_like(q, 7.0))
+    ta.flash_attention(q, k, v, out=maker)
+    _close(maker.array, (q, k, v))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_unaligned_arrays(offset):
+    """Elements that do not sit at multiples of their size: right, or refused by name."""
+    q, k, v = _qkv()
+    raw = np.empty(k.nbytes + 8, np.uint8)
+    odd = raw[offset : offset + k.nbytes].view(np.float32).reshape(k.shape)
+    odd[...] = k
+    out, error = calls.outcome(ValueError, ta.flash_attention, q, odd, v)
+    if error:
+        assert "k" in str(error)
+    else:
+        _close(out, (q, k, v))
+
+
+def test_other_byte_order_is_refused():
+    q, k, v = _qkv()
+    with pytest.raises((TypeError, BufferError, ValueError), match="k"):
+        ta.flash_attention(q, k.astype(">f4"), v)
+
+
+@pytest.mark.parametrize("bad", [3, "q", [1.0], object(), b"bytes", np.float32(3)], ids=repr)
+def test_what_is_no_array(bad):
+    q, _, v = _qkv()
+    with pytest.raises((TypeError, ValueError), match="k"):
+        ta.flash_attention(q, bad, v)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "bool", "object", "datetime64[s]", "float8_e4m3fn", "int4"])
+def test_element_types_that_attention_does_not_take(dtype):
+    import ml_dtypes
+
+    q, k, v = _qkv()
+    other = np.zeros(k.shape, getattr(ml_dtypes, dtype, dtype))
+    with pytest.raises((TypeError, BufferError), match="k"):
+        ta.flash_attention(q, other, v)
+
+
+# torch.
+
+
+def test_grad_is_refused_while_grad_mode_is_on():
+    torch = pytest.importorskip("torch")
+    qkv = [torch.from_numpy(x) for x in _qkv()]
+    for i, name in enumerate("qkv"):
+        given = [x.clone().requires_grad_(i == j) for j, x in enumerate(qkv)]
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"{name}\b.*grad"):
+            ta.flash_attention(*given)
+        with torch.no_grad():
+            _close(ta.flash_attention(*given), _qkv())
+        with torch.inference_mode():
+            _close(ta.flash_attention(*given), _qkv())
+
+
+def test_fake_and_meta_tensors_are_refused():
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = map(torch.from_numpy, _qkv())
+    with FakeTensorMode():
+        fake = torch.empty(k.shape)
+    for bad in (fake, torch.empty(k.shape, device="meta")):
+        with pytest.raises((TypeError, ValueError, RuntimeError, BufferError), match="k"):
+            ta.flash_attention(q, bad, v)
+
+
+def test_strange_torch_tensors():
+    """Sparse tensors are refused, a lazy negation is right or refused, a Parameter is an array."""
+    torch = pytest.importorskip("torch")
+    qkv = _qkv()
+    q, k, v = map(torch.from_numpy, qkv)
+    with pytest.raises((TypeError, ValueError, RuntimeError, BufferError), match="k"):
+        ta.flash_attention(q, k.to_sparse(), v)
+    negated = torch._neg_view(k)
+    refusals = (TypeError, ValueError, RuntimeError, BufferError)
+    out, error = calls.outcome(refusals, ta.flash_attention, q, negated, v)
+    if error:
+        assert "k" in str(error)
+    else:
+        _close(out, (qkv[0], -qkv[1], qkv[2]))
+    _close(ta.flash_attention(q, torch.nn.Parameter(k, requires_grad=False), v), qkv)
+
+
+def test_frameworks_mix_on_one_device():
+    """The result is an array of the framework of q."""
+    torch = pytest.importorskip("torch")
+    q, k, v = _qkv()
+    got = ta.flash_attention(torch.from_numpy(q), k, torch.from_numpy(v))
+    assert isinstance(got, torch.Tensor)
+    _close(got, (q, k, v))
+    got = ta.flash_attention(q, torch.from_numpy(k), v)
+    assert isinstance(got, np.ndarray)
+    _close(got, (q, k, v))
+
+
+def test_results_are_independent_of_the_inputs():
+    q, k, v = _qkv()
+    out = ta.flash_attention(q, k, v)
+    kept = out.copy()
+    q[...], k[...], v[...] = 0, 0, 0
+    compare.same_bits(out, kept)
+    out[...] = 1  # writable
+
+
+# JAX.
+
+
+def test_jax_outputs_are_refused():
+    pytest.importorskip("jax")
+    import jax.numpy as jnp
+
+    q, k, v = map(jnp.asarray, _qkv())
+    target = jnp.full(q.shape, 7.0, jnp.float32)
+    with pytest.raises((TypeError, ValueError), match="out"):
+        ta.flash_attention(q, k, v, out=target)
+    assert (np.asarray(target) == 7.0).all()
+
+
+# Live views.
+
+
+def test_views_are_live_and_outlive_the_object(device):
+    data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9)), tile_blocks=(2, 1)).make("float32")
+    attn = calls.make_attention(device, data)
+    attn.begin_step(2)
+    if device.name == "cupy":
+        take = device.cupy.from_dlpack
+    else:
+        take = device.torch.from_dlpack if device.name == "torch" else np.asarray
+    m, l, o = (take(x) for x in (attn.m, attn.l, attn.o))
+    assert np.isneginf(device.numpy(m)).all()
+    calls.step(device, attn, data, data.tiles[0])
+    compare.same_bits(tuple(map(device.numpy, (m, l, o))), calls.state_arrays(device, attn, 2))
+    kept = tuple(device.numpy(x).copy() for x in (m, l, o))
+    assert np.isfinite(kept[0]).all()
+    assert (kept[1] > 0).all()
+    del attn
+    gc.collect()
+    compare.same_bits(tuple(map(device.numpy, (m, l, o))), kept)
+
+
+def test_views_by_dlpack_on_the_cpu(cpu):
+    torch = pytest.importorskip("torch")
+    data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9))).make("float32")
+    attn = calls.make_attention(cpu, data)
+    attn.begin_step(2)
+    calls.step(cpu, attn, data, data.tiles[0])
+    for view in (attn.m, attn.l, attn.o):
+        compare.same_bits(torch.from_dlpack(view).numpy(), np.from_dlpack(view))
+        compare.same_bits(np.asarray(view), np.from_dlpack(view))
