@@ -3,9 +3,10 @@
 # src/cpp/cpu/kernels_<isa>.cpp: one file for each instruction set, chosen at run time. Each is compiled with the flags
 # of its set, and nothing else is: the rest of the library must run on any CPU of the platform.
 #
-# Never -ffast-math: it folds the range reduction of exp2 and breaks NaN and infinity. These two flags only drop errno
-# and floating-point traps, without which the compiler vectorises.
-set(kernel_flags -fno-math-errno -fno-trapping-math)
+# Never -ffast-math: it folds the range reduction of exp2 and breaks NaN and infinity. The first two flags only drop errno
+# and floating-point traps, without which the compiler vectorises. The third leaves fused operations to the source: a
+# product that is rounded once here and twice there would make a score differ from itself.
+set(kernel_flags -fno-math-errno -fno-trapping-math -ffp-contract=off)
 
 set(kernel_flags_scalar "")
 set(kernel_flags_avx2 -mavx2 -mfma -mf16c)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 
 import ml_dtypes
 import numpy as np
@@ -118,18 +117,15 @@ class JaxCarrier(Carrier):
     name = "jax"
 
     def __init__(self):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        pytest.importorskip("jax")
-        import jax.numpy as jnp
-
-        self.jnp = jnp
+        self.jax = pytest.importorskip("jax")
+        self.cpu = self.jax.devices("cpu")[0]
 
     def array(self, x):
         # JAX holds no int64 unless told to; indices of the tests fit into int32.
-        return self.jnp.asarray(x.astype(np.int32) if x.dtype == np.int64 else x)
+        return self.jax.device_put(x.astype(np.int32) if x.dtype == np.int64 else x, self.cpu)
 
     def is_array(self, x):
-        return isinstance(x, self.jnp.ndarray)
+        return isinstance(x, self.jax.Array)
 
 
 class CupyCarrier(Carrier):

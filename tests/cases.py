@@ -199,6 +199,13 @@ PAGED = [
     Paged("q_len_4", seq_lens=(4, 40, 17), q_lens=4),
     Paged("q_longer_than_sequence", seq_lens=(2, 5, 0), q_lens=5),
     Paged("q_len_3_not_causal", seq_lens=(9, 40), q_lens=3, score=Score(causal=False)),
+    Paged("q_longer_not_causal", seq_lens=(2, 5, 0), q_lens=5, score=Score(causal=False)),
+    Paged(
+        "q_longer_ragged_not_causal",
+        seq_lens=(2, 5, 9),
+        q_lens=(6, 3, 1),
+        score=Score(False, (0, 3), sinks=True),
+    ),
     Paged("ragged", seq_lens=(40, 33, 1, 17), q_lens=(7, 33, 1, 0)),
     Paged(
         "ragged_all",

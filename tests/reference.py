@@ -138,8 +138,10 @@ def merge_attention(out_a, lse_a, out_b, lse_b, lse_base=math.e):
     return out, lse / log_base
 
 
-def _sequence(q, k, v, q_positions, causal, window, sinks, softmax_scale, softcap):
+def _sequence(q, k, v, q_positions, causal, window, sinks, softmax_scale, softcap, paged=False):
     mask = visible(q_positions, np.arange(len(k)), causal, window)
+    if paged:  # query tokens from before the sequence began see nothing, causal or not
+        mask &= np.asarray(q_positions)[:, None] >= 0
     state, max_score = attend(q, k, v, mask, softmax_scale=softmax_scale, softcap=softcap)
     return (*finalize(state, sinks), max_score)
 
@@ -217,7 +219,7 @@ def paged(
         k, v = (gather(pool, block_table[b], length) for pool in (k_pool, v_pool))
         positions = np.arange(q_len) + length - q_len
         out[mine], lse[mine], top = _sequence(
-            rows[mine], k, v, positions, causal, window, sinks, softmax_scale, softcap
+            rows[mine], k, v, positions, causal, window, sinks, softmax_scale, softcap, paged=True
         )
         max_score = max(max_score, top)
     return Result(out.reshape(*q.shape[:-1], v_pool.shape[3]), lse.reshape(q.shape[:-1]), max_score)

@@ -306,11 +306,10 @@ def test_results_are_independent_of_the_inputs():
 
 
 def test_jax_outputs_are_refused():
-    pytest.importorskip("jax")
-    import jax.numpy as jnp
-
-    q, k, v = map(jnp.asarray, _qkv())
-    target = jnp.full(q.shape, 7.0, jnp.float32)
+    jax = pytest.importorskip("jax")
+    cpu = jax.devices("cpu")[0]
+    q, k, v = (jax.device_put(x, cpu) for x in _qkv())
+    target = jax.device_put(np.full(q.shape, 7.0, np.float32), cpu)
     with pytest.raises((TypeError, ValueError), match="out"):
         ta.flash_attention(q, k, v, out=target)
     assert (np.asarray(target) == 7.0).all()

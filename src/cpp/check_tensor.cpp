@@ -49,6 +49,7 @@ void check_device(const char* argument, const Tensor& tensor, Device device, con
 
 void check_layout(const char* argument, const Tensor& tensor) {
   if (tensor.size() == 0) return;
+  if (tensor.data == nullptr) refuse(argument, "no data (a null address)", "an array with memory");
   const int last = tensor.rank - 1;
   if (tensor.rank > 0 && tensor.shape[last] > 1 && tensor.strides[last] != 1) {
     throw ValueError(std::string(argument) + ": the last dimension has stride " +

@@ -225,10 +225,12 @@ TILEDATTN_HOST_DEVICE Sequence sequence_at(const AttentionProblem& p, std::int64
   return s;
 }
 
-/// The keys that query token `token` of the sequence sees.
+/// The keys that query token `token` of the sequence sees. In a paged cache, tokens from before the
+/// sequence began (it is shorter than its query) see none.
 TILEDATTN_HOST_DEVICE KeyRange visible_keys(const AttentionProblem& p, const Sequence& s,
                                             std::int64_t token) {
   const std::int64_t position = s.position + token;
+  if (p.key_source == KeySource::paged && position < 0) return {0, 0};
   const std::int64_t right = p.causal ? 0 : p.window_right;
   KeyRange range{0, s.kv_len};
   range.begin = detail::max64(range.begin, position - p.window_left);
