@@ -239,10 +239,22 @@ def main() -> None:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
+            "table": [table_row(result) for result in results],
             "results": results,
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def table_row(result: dict) -> dict[str, str]:
+    """Return what the README shows of one cell."""
+    cell, times = result["cell"], result["milliseconds"]
+    heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
+    shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
+    row = {"cell": cell["name"].replace("_", " "), "shape": shape, "type": cell["dtype"]}
+    row |= {f"{name}, ms": f"{time:.1f}" for name, time in times.items() if name != "torch sdpa folded"}
+    row["torch / tiledattn"] = f"{times['torch sdpa'] / times['tiledattn flash_attention']:.1f}"
+    return row
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ def table(result: dict[str, object]) -> str:
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in rows]
-    return "\n".join(
-        [*lines, "", f"Measured {result['date']} on {result['machine']}: `{result['command']}`."]
-    )
+    where = f"Measured {result['date']} by `{result['command']}`."
+    for part in ("machine", "versions"):
+        named = dict(result[part])
+        where += f" {part.capitalize()}: " + ", ".join(f"{key} {value}" for key, value in named.items()) + "."
+    return "\n".join([*lines, "", where])
 
 
 def block(match: re.Match[str]) -> str:
