@@ -277,3 +277,52 @@ def test_default_device_is_the_best_present():
     attn = ta.TiledAttention(dims)
     best = "cuda" if ta.info()["num_cuda_devices"] else "cpu"
     assert str(attn.device).startswith(best)
+
+
+def _small(device, **dims):
+    sizes = {
+        "max_seqs": 2,
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "block_size": 4,
+        "tile_capacity": 2,
+    }
+    return ta.TiledAttention(ta.TiledAttentionDims(**(sizes | dims)), device=device.device)
+
+
+def _tile(device, q, seed=0):
+    rng = np.random.default_rng(seed)
+    pool = rng.standard_normal((3, 4, 2, 8)).astype(np.float32)
+    table = np.zeros((len(q), 1), np.int32)
+    given = (q.astype(np.float32), pool, pool, table, np.ones(len(q), np.int32))
+    return [device.array(x) for x in given]
+
+
+def test_a_tile_without_query_tokens_fixes_the_step(device):
+    attn = _small(device, max_q_len=3)
+    attn.begin_step(2)
+    attn.step_tile(*_tile(device, np.ones((2, 0, 4, 8))))
+    assert device.numpy(attn.finalize()).shape == (2, 0, 4, 8)
+    with pytest.raises(ValueError, match="q: got 2 query tokens; expected 0"):
+        attn.step_tile(*_tile(device, np.ones((2, 2, 4, 8))))
+
+
+def test_a_kept_view_shows_a_new_step(cpu):
+    attn = _small(cpu)
+    view = np.asarray(attn.m)
+    attn.begin_step(2)
+    attn.step_tile(*_tile(cpu, np.ones((2, 4, 8))))
+    assert np.isfinite(view).all()
+    attn.begin_step(2)
+    assert (view == -np.inf).all()
+
+
+def test_a_step_keeps_its_framework(cpu):
+    torch = pytest.importorskip("torch")
+    attn = _small(cpu)
+    attn.begin_step(1)
+    given = _tile(cpu, np.ones((1, 4, 8)))
+    attn.step_tile(*given)
+    with pytest.raises(TypeError, match="q: comes from torch"):
+        attn.step_tile(*map(torch.from_numpy, given))

@@ -122,8 +122,10 @@ void TiledAttention::begin_step(std::int64_t num_seqs, std::optional<Stream> str
   }
   impl_->capture.reset();
   if (stream) impl_->enter(*stream);
-  impl_->step = {num_seqs, 0, DType::float32};
+  impl_->step = {num_seqs, false, 0, DType::float32};
   impl_->fresh = true;
+  // On the CPU a reset costs less than a view that shows it late; on a GPU it would cost a launch.
+  if (impl_->device.is_cpu()) impl_->settle(impl_->last);
 }
 
 void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) {
@@ -145,6 +147,7 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
     self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
     self.fresh = false;
   }
+  self.step.fixed = true;
   self.step.q_len = problem.q_len;
   self.step.dtype = problem.q.dtype;
   if (check) {
@@ -177,7 +180,7 @@ Stream TiledAttention::stream() const { return impl_->last; }
 const Buffer& TiledAttention::state_buffer() const { return impl_->buffers.buffer(); }
 
 std::optional<DType> TiledAttention::dtype() const {
-  if (impl_->step.q_len == 0) return std::nullopt;
+  if (!impl_->step.fixed) return std::nullopt;
   return impl_->step.dtype;
 }
 
@@ -255,7 +258,7 @@ void TiledAttention::load_state(const State& state, std::optional<Stream> stream
   self.enter(launch);
   self.backend.order(self.device.index, launch, state.stream());
   copy_sequences(self.backend, self.buffers, state, state.num_seqs(), launch);
-  self.step = {state.num_seqs(), 0, DType::float32};
+  self.step = {state.num_seqs(), false, 0, DType::float32};
   self.fresh = false;
 }
 

@@ -18,6 +18,27 @@ std::string describe(std::initializer_list<NamedSize> shape) {
   return text + "]";
 }
 
+void check_alignment(const char* argument, const Tensor& tensor) {
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
+  const auto bytes =
+      static_cast<std::uintptr_t>(std::max<std::int64_t>(item_bytes(tensor.dtype), 1));
+  if (address % bytes != 0) {
+    throw ValueError(std::string(argument) +
+                     ": the data starts at an address that is not a multiple of its " +
+                     std::to_string(bytes) + "-byte elements: pass an aligned copy");
+  }
+}
+
+/// Sizes that no array has, from a caller in C++.
+void check_sizes(const char* argument, const Tensor& tensor) {
+  if (tensor.rank < 0 || tensor.rank > Tensor::kMaxRank) {
+    refuse(argument, std::to_string(tensor.rank) + " dimensions", "0 to 6");
+  }
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] < 0) refuse(argument, "shape " + shape_to_string(tensor), "sizes >= 0");
+  }
+}
+
 }  // namespace
 
 void refuse(const std::string& argument, const std::string& got, const std::string& expected) {
@@ -56,14 +77,7 @@ void check_layout(const char* argument, const Tensor& tensor) {
                      std::to_string(tensor.strides[last]) +
                      "; its elements must be adjacent (stride 1): pass a contiguous copy");
   }
-  const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
-  const auto bytes =
-      static_cast<std::uintptr_t>(std::max<std::int64_t>(item_bytes(tensor.dtype), 1));
-  if (address % bytes != 0) {
-    throw ValueError(std::string(argument) +
-                     ": the data starts at an address that is not a multiple of its " +
-                     std::to_string(bytes) + "-byte elements: pass an aligned copy");
-  }
+  check_alignment(argument, tensor);
 }
 
 void check_writable_layout(const char* argument, const Tensor& tensor) {
@@ -91,6 +105,7 @@ void check_writable_layout(const char* argument, const Tensor& tensor) {
 }
 
 void check_attention_dtype(const char* argument, const Tensor& tensor) {
+  check_sizes(argument, tensor);
   switch (tensor.dtype) {
     case DType::float32:
     case DType::float16:
@@ -109,6 +124,7 @@ void check_same_dtype(const char* argument, const Tensor& tensor, DType dtype, c
 }
 
 void check_float32(const char* argument, const Tensor& tensor) {
+  check_sizes(argument, tensor);
   if (tensor.dtype == DType::float32) return;
   throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
                   "; expected float32");
@@ -116,12 +132,14 @@ void check_float32(const char* argument, const Tensor& tensor) {
 
 IndexView check_index(const char* argument, const Tensor& tensor, Device device, const char* owner,
                       std::initializer_list<NamedSize> shape) {
+  check_sizes(argument, tensor);
   if (tensor.dtype != DType::int32 && tensor.dtype != DType::int64) {
     throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
                     "; expected int32 or int64");
   }
   check_device(argument, tensor, device, owner);
   check_shape(argument, tensor, shape);
+  if (tensor.size() > 0) check_alignment(argument, tensor);
   // An empty array may come with a null address, which would read as "not given".
   static constexpr std::int64_t kEmpty = 0;
   IndexView view;

@@ -51,8 +51,10 @@ void check_score_options(const ScoreOptions& options, Device device, std::int64_
   if (options.softmax_scale && !std::isfinite(static_cast<float>(*options.softmax_scale))) {
     refuse("softmax_scale", std::to_string(*options.softmax_scale), "a finite float32 number");
   }
-  if (!std::isfinite(static_cast<float>(options.softcap)) || options.softcap < 0) {
-    refuse("softcap", std::to_string(options.softcap), "a finite number >= 0 (0 switches it off)");
+  if (!std::isfinite(static_cast<float>(options.softcap)) || options.softcap < 0 ||
+      (options.softcap > 0 && static_cast<float>(options.softcap) == 0)) {
+    refuse("softcap", std::to_string(options.softcap),
+           "a finite float32 number >= 0 (0 switches it off)");
   }
   check_window_side("left", options.window.left);
   check_window_side("right", options.window.right);

@@ -11,10 +11,10 @@
 
 namespace tiledattn {
 
-/// What the first tile of a step fixed: later calls of the step must agree. q_len 0: nothing fixed
-/// yet.
+/// What the first tile of a step fixed: later calls of the step must agree.
 struct StepShape {
   std::int64_t num_seqs = 0;
+  bool fixed = false;  ///< false before the first tile: then only num_seqs holds
   std::int64_t q_len = 0;
   DType dtype = DType::float32;
 };

@@ -161,6 +161,11 @@ TiledAttentionDims TiledAttentionDims::validated() const {
                        static_cast<double>(num_q_heads) *
                        (static_cast<double>(dims.head_dim_v) + 2) * 4;
   const double keys = static_cast<double>(block_size) * static_cast<double>(tile_capacity);
+  const double block = 2.0 * static_cast<double>(block_size) * static_cast<double>(num_kv_heads) *
+                       static_cast<double>(head_dim);
+  if (block > limit) {
+    refuse("dims.block_size", std::to_string(block_size), "blocks of less than 4e18 elements");
+  }
   if (state > limit)
     refuse("dims", "a state of " + std::to_string(state) + " bytes", "less than 4e18 bytes");
   if (keys > static_cast<double>(kMaxPosition)) {
@@ -203,7 +208,7 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
     refuse("q", std::to_string(q_len) + " query tokens",
            "at most dims.max_q_len = " + std::to_string(dims.max_q_len));
   }
-  if (step.q_len != 0) {
+  if (step.fixed) {
     if (q_len != step.q_len) {
       refuse("q", std::to_string(q_len) + " query tokens",
              std::to_string(step.q_len) + " as in this step's first tile");
@@ -244,7 +249,7 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   // empty.
   std::int64_t q_len = step.q_len;
   DType q_dtype = step.dtype;
-  if (q_len == 0) {
+  if (!step.fixed) {
     q_len = out.rank == 4 ? out.shape[1] : 1;
     q_dtype = out.dtype;
     check_attention_dtype("out", out);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // State: a copy of running state that is kept, moved, merged and made into a result.
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -58,8 +59,10 @@ State::State(Device device, std::int64_t num_seqs, std::int64_t q_len, std::int6
   if (q_len < 1) refuse("q_len", std::to_string(q_len), "1 or more");
   if (num_q_heads < 1) refuse("num_q_heads", std::to_string(num_q_heads), "1 or more");
   check_head_dim("head_dim_v", head_dim_v);
-  const double bytes = static_cast<double>(num_seqs) * static_cast<double>(q_len) *
-                       static_cast<double>(num_q_heads) * static_cast<double>(head_dim_v + 2) * 4;
+  // Without a sequence as well, since others read the shape.
+  const double bytes = static_cast<double>(std::max<std::int64_t>(num_seqs, 1)) *
+                       static_cast<double>(q_len) * static_cast<double>(num_q_heads) *
+                       static_cast<double>(head_dim_v + 2) * 4;
   if (bytes > 4e18) refuse("num_seqs", std::to_string(num_seqs), "a state of less than 4e18 bytes");
   buffer_ = Buffer(device, state_rows(*this) * (head_dim_v + 2) * 4);
 }
@@ -122,7 +125,7 @@ void State::finalize(const Tensor& out, const std::optional<Tensor>& lse,
   dims.head_dim = dims.head_dim_v = head_dim_v_;
   dims.max_q_len = q_len_;
   FinalizeProblem problem =
-      check_finalize(dims, device(), {num_seqs_, q_len_, out.dtype}, out, lse);
+      check_finalize(dims, device(), {num_seqs_, true, q_len_, out.dtype}, out, lse);
   problem.state = state_view(*this);
   problem.sinks = sinks ? static_cast<const float*>(sinks->data) : nullptr;
   if (state_rows(*this) == 0) return;

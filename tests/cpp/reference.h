@@ -16,6 +16,7 @@ struct Rules {
   std::optional<std::int64_t> left = {};
   std::optional<std::int64_t> right = {};
   bool causal = false;
+  bool paged = false;  // tokens from before the sequence began see nothing
   std::optional<Host> sinks = {};
 
   /// The same rules for a call; `array` keeps the sinks alive.
@@ -68,6 +69,7 @@ inline Result attend(const Host& q, const Host& k, const Host& v, const Rules& r
       for (std::int64_t j = 0; j < kv_len; ++j) {
         const std::int64_t ahead = j - (first + i);
         if (rules.causal && ahead > 0) continue;
+        if (rules.paged && first + i < 0) continue;
         if (rules.right && ahead > *rules.right) continue;
         if (rules.left && -ahead > *rules.left) continue;
         double score = 0;

@@ -110,7 +110,9 @@ DEVICE_TEST(paged_matches_the_reference) {
     context = std::string(c.name) + " on " + to_string(device);
     Call call(c, device);
     paged_attention(call.args);
-    const Result want = call.cache.reference(call.q, c.rules);
+    Rules rules = c.rules;
+    rules.paged = true;
+    const Result want = call.cache.reference(call.q, rules);
     CHECK_RESULT(download(call.out), want.out, c.dtype);
     CHECK_LSE(download(call.lse), want.lse);
   }
@@ -136,6 +138,7 @@ DEVICE_TEST(ragged_queries) {
   for (const bool is_causal : {true, false}) {
     Case c{.name = "ragged", .lengths = {9, 5, 13, 30, 2}};
     c.rules.causal = is_causal;
+    c.rules.paged = true;
     c.rules.sinks = Host({4}, 0.5f);
     Call call(c, device);
     Random random(2);

@@ -65,6 +65,10 @@ class BoundAttention {
   }
 
   void step_tile(const TileArgs& tile, Stream stream, bool check, Framework framework) {
+    if (q_rank_ != 0 && framework != framework_) {
+      throw TypeError(std::string("q: comes from ") + to_string(framework) + "; expected " +
+                      to_string(framework_) + " as in this step's first tile");
+    }
     core_->step_tile(tile, stream, check);
     if (q_rank_ != 0) return;
     framework_ = framework;
@@ -87,7 +91,7 @@ class BoundAttention {
           "could make it; pass an "
           "array");
     }
-    const std::int64_t q_len = core_->q_len() > 0 ? core_->q_len() : dims.max_q_len;
+    const std::int64_t q_len = q_rank_ != 0 ? core_->q_len() : dims.max_q_len;
     const bool has_tokens = q_rank_ == 4 || (q_rank_ == 0 && dims.max_q_len > 1);
     Tensor like;
     like.device = core_->device();

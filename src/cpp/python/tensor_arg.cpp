@@ -68,10 +68,15 @@ nb::object export_capsule(nb::handle array, std::optional<std::int64_t> stream, 
 }
 
 Device dlpack_device(nb::handle array, const char* name) {
-  const auto [kind, index] =
-      nb::cast<std::pair<nb::object, nb::object>>(array.attr("__dlpack_device__")());
-  const dlpack::Device device{static_cast<std::int32_t>(integer_arg(kind, name)),
-                              static_cast<std::int32_t>(integer_arg(index, name))};
+  const nb::object said = array.attr("__dlpack_device__")();
+  std::pair<nb::object, nb::object> pair;
+  std::pair<std::int32_t, std::int32_t> numbers;
+  if (!nb::try_cast(said, pair, false) || !nb::try_cast(pair.first, numbers.first) ||
+      !nb::try_cast(pair.second, numbers.second)) {
+    throw TypeError(std::string(name) + ": its __dlpack_device__() gave " + nb::repr(said).c_str() +
+                    "; expected a pair of numbers (type, index)");
+  }
+  const dlpack::Device device{numbers.first, numbers.second};
   return device_of(device, name);
 }
 
