@@ -286,7 +286,7 @@ def merge_attention(
     TypeError
         For a wrong type of argument or element.
     ValueError
-        For shapes or devices that differ, or a base that is no positive finite number other than 1.
+        For shapes or devices that differ, or a base that is no finite number over 1.
 
     Examples
     --------
