@@ -51,32 +51,37 @@ class Backend {
   /// Copy bytes; either side may be on the CPU or on another device of this backend. Waits when one
   /// side is host memory.
   virtual void copy(void* to, Device to_device, const void* from, Device from_device,
-                    std::int64_t bytes, Stream stream) const = 0;
+                    std::int64_t bytes, const Stream& stream) const = 0;
   virtual std::shared_ptr<FaultLog> make_fault_log(int index) const = 0;  ///< null on the CPU
 
   // Streams. On the CPU: nothing to do, capture id 0.
-  virtual void synchronize(int index, Stream stream) const = 0;
+  virtual void synchronize(int index, const Stream& stream) const = 0;
   virtual void synchronize_device(int index) const = 0;
   /// Work put on `waiting` from now on starts after what is on `on` now. Does nothing when either
   /// is capturing.
-  virtual void order(int index, Stream waiting, Stream on) const = 0;
+  virtual void order(int index, const Stream& waiting, const Stream& on) const = 0;
   /// A number that names the capture that `stream` is in; 0 outside.
-  virtual std::uint64_t capture_id(int index, Stream stream) const = 0;
-  /// Keep `owner` alive as long as the graph that `stream` is capturing into, and what is made from
-  /// it.
-  virtual void retain_in_capture(int index, Stream stream, std::shared_ptr<void> owner) const = 0;
+  virtual std::uint64_t capture_id(int index, const Stream& stream) const = 0;
+  /// A number that no other stream has or had, also not one that was at the same address before. 0
+  /// for the legacy default stream.
+  virtual std::uint64_t stream_id(int index, const Stream& stream) const = 0;
+  /// Does nothing outside a capture. Keep `owner` alive as long as the graph that `stream` is
+  /// capturing into, and what is made from it.
+  virtual void retain_in_capture(int index, const Stream& stream,
+                                 std::shared_ptr<void> owner) const = 0;
 
   // Launches.
   virtual void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int index,
-                      Stream stream) const = 0;
-  virtual void finalize(const FinalizeProblem& problem, int index, Stream stream) const = 0;
+                      const Stream& stream) const = 0;
+  virtual void finalize(const FinalizeProblem& problem, int index, const Stream& stream) const = 0;
   /// Make `rows` rows of a state empty: (-inf, 0, 0).
   virtual void reset_state(const StateView& state, std::int64_t rows, std::int64_t head_dim_v,
-                           int index, Stream stream) const = 0;
-  virtual void merge_states(const MergeStatesProblem& problem, int index, Stream stream) const = 0;
+                           int index, const Stream& stream) const = 0;
+  virtual void merge_states(const MergeStatesProblem& problem, int index,
+                            const Stream& stream) const = 0;
   virtual void merge_attention(const MergeAttentionProblem& problem, int index,
-                               Stream stream) const = 0;
-  virtual void write_kv(const WriteKvProblem& problem, int index, Stream stream) const = 0;
+                               const Stream& stream) const = 0;
+  virtual void write_kv(const WriteKvProblem& problem, int index, const Stream& stream) const = 0;
 };
 
 /// The backends of this build. cuda_backend() is null when it has no CUDA kernels.

@@ -61,6 +61,17 @@ struct OutputView {
   std::int64_t lse_seq_stride = 0;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
+
+  /// The element of `data` at which a row begins.
+  TILEDATTN_HOST_DEVICE std::int64_t row_offset(std::int64_t seq, std::int64_t token,
+                                                std::int64_t head) const {
+    return seq * seq_stride + token * token_stride + head * head_stride;
+  }
+  /// The element of `lse` that is a row's.
+  TILEDATTN_HOST_DEVICE std::int64_t lse_offset(std::int64_t seq, std::int64_t token,
+                                                std::int64_t head) const {
+    return seq * lse_seq_stride + token * lse_token_stride + head * lse_head_stride;
+  }
 };
 
 /// K or V, indexed (block, token, kv head). Dense KV: a block is a whole sequence. Packed KV:
@@ -72,14 +83,18 @@ struct PoolView {
   std::int64_t head_stride = 0;
 };
 
-/// The running state (natural units), row (seq * q_capacity + token) * num_q_heads + head; absent
-/// when `m` is null.
+/// The running state (natural units); absent when `m` is null.
 struct StateView {
   float* m = nullptr;
   float* l = nullptr;
   float* o = nullptr;           ///< row * head_dim_v + d, not normalised
   std::int64_t q_capacity = 1;  ///< tokens of a sequence that the buffers hold
-  bool fresh = false;           ///< the buffers' contents count as empty: (-inf, 0, 0)
+  bool fresh = false;           ///< attention takes the buffers' contents as empty: (-inf, 0, 0)
+
+  TILEDATTN_HOST_DEVICE std::int64_t row(std::int64_t seq, std::int64_t token, std::int64_t head,
+                                         std::int64_t num_q_heads) const {
+    return (seq * q_capacity + token) * num_q_heads + head;
+  }
 };
 
 /// Arguments that only the device can read; names for messages are in checks.cpp.

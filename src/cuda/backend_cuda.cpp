@@ -8,7 +8,6 @@
 // outside itself but the core's headers and cuda_check.h.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -19,6 +18,7 @@
 #include "device_guard.h"
 #include "devices.h"
 #include "fault_log.h"
+#include "gpu_architectures.h"
 #include "memory.h"
 #include "merge/merge.h"
 #include "tiledattn/error.h"
@@ -31,22 +31,7 @@ namespace {
 using cuda::check;
 using cuda::DeviceGuard;
 
-cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
-
-/// "80-real 90a-real" -> "sm_80, sm_90a"; PTX targets are called compute_.
-std::string architecture_names(const std::string& cmake_list) {
-  std::string names;
-  for (std::size_t begin = 0; begin < cmake_list.size();) {
-    const std::size_t end = std::min(cmake_list.find(' ', begin), cmake_list.size());
-    const std::string word = cmake_list.substr(begin, end - begin);
-    const bool ptx = word.find("-virtual") != std::string::npos;
-    if (!names.empty()) names += ", ";
-    names += ptx ? "compute_" : "sm_";
-    names += word.substr(0, word.find('-'));
-    begin = end + 1;
-  }
-  return names;
-}
+cudaStream_t native(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
 
 class CudaBackend : public Backend {
  public:
@@ -73,7 +58,7 @@ class CudaBackend : public Backend {
   }
 
   void copy(void* to, Device to_device, const void* from, Device from_device, std::int64_t bytes,
-            Stream stream) const override {
+            const Stream& stream) const override {
     if (bytes == 0) return;
     const DeviceGuard guard(from_device.is_cpu() ? to_device.index : from_device.index);
     const bool between_gpus =
@@ -96,7 +81,7 @@ class CudaBackend : public Backend {
     return cuda::make_fault_log(index);
   }
 
-  void synchronize(int index, Stream stream) const override {
+  void synchronize(int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
     check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize");
   }
@@ -106,50 +91,57 @@ class CudaBackend : public Backend {
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 
-  void order(int index, Stream waiting, Stream on) const override {
+  void order(int index, const Stream& waiting, const Stream& on) const override {
     const DeviceGuard guard(index);
     cuda::order_streams(index, native(waiting), native(on));
   }
 
-  std::uint64_t capture_id(int index, Stream stream) const override {
+  std::uint64_t capture_id(int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
     return cuda::capture_id(native(stream));
   }
 
-  void retain_in_capture(int index, Stream stream, std::shared_ptr<void> owner) const override {
+  std::uint64_t stream_id(int index, const Stream& stream) const override {
+    const DeviceGuard guard(index);
+    return cuda::stream_id(native(stream));
+  }
+
+  void retain_in_capture(int index, const Stream& stream,
+                         std::shared_ptr<void> owner) const override {
     const DeviceGuard guard(index);
     cuda::retain_in_capture(native(stream), std::move(owner));
   }
 
   void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int index,
-              Stream stream) const override {
+              const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::attend(problem, plan, scratch, native(stream));
   }
 
-  void finalize(const FinalizeProblem& problem, int index, Stream stream) const override {
+  void finalize(const FinalizeProblem& problem, int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::launch_finalize(problem, native(stream));
   }
 
   void reset_state(const StateView& state, std::int64_t rows, std::int64_t head_dim_v, int index,
-                   Stream stream) const override {
+                   const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::launch_reset_state(state, rows, head_dim_v, native(stream));
   }
 
-  void merge_states(const MergeStatesProblem& problem, int index, Stream stream) const override {
+  void merge_states(const MergeStatesProblem& problem, int index,
+                    const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::launch_merge_states(problem, native(stream));
   }
 
   void merge_attention(const MergeAttentionProblem& problem, int index,
-                       Stream stream) const override {
+                       const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::launch_merge_attention(problem, native(stream));
   }
 
-  void write_kv(const WriteKvProblem& problem, int index, Stream stream) const override {
+  void write_kv(const WriteKvProblem& problem, int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
     cuda::launch_write_kv(problem, native(stream));
   }

@@ -47,11 +47,10 @@ void release_owner(void* owner) {
   delete static_cast<std::shared_ptr<void>*>(owner);
 }
 
+bool is_legacy(cudaStream_t stream) { return stream == nullptr || stream == cudaStreamLegacy; }
+
 bool same_stream(cudaStream_t a, cudaStream_t b) {
-  const auto name = [](cudaStream_t stream) {
-    return stream == nullptr ? cudaStreamLegacy : stream;
-  };
-  return name(a) == name(b);
+  return a == b || (is_legacy(a) && is_legacy(b));
 }
 
 /// Events to order streams with. They can be used again at once: a wait refers to the record before
@@ -94,6 +93,14 @@ std::uint64_t capture_id(cudaStream_t stream) {
   const Capture capture = capture_of(stream);
   // The driver does not say that no capture is called 0.
   return capture.active ? capture.id + 1 : 0;
+}
+
+std::uint64_t stream_id(cudaStream_t stream) {
+  if (is_legacy(stream)) return 0;
+  unsigned long long id = 0;
+  check(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  // As with captures, 0 is left to mean something else.
+  return id + 1;
 }
 
 void retain_in_capture(cudaStream_t stream, std::shared_ptr<void> owner) {

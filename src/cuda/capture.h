@@ -13,6 +13,10 @@ namespace tiledattn::cuda {
 /// A number that names the capture that `stream` is in; 0 outside.
 std::uint64_t capture_id(cudaStream_t stream);
 
+/// A number that no other stream has or had, also not one that was at the same address before. 0
+/// for the legacy default stream.
+std::uint64_t stream_id(cudaStream_t stream);
+
 /// Keeps `owner` alive as long as the graph that `stream` is capturing into. Nothing to do outside
 /// a capture.
 void retain_in_capture(cudaStream_t stream, std::shared_ptr<void> owner);

@@ -2,12 +2,11 @@
 #include "devices.h"
 
 #include "cuda_check.h"
+#include "gpu_architectures.h"
 
 namespace tiledattn::cuda {
 
 namespace {
-
-constexpr int kOldestMajor = 8;
 
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -47,9 +46,13 @@ Devices find_devices() {
     const std::string name = std::string(properties.name) + " (sm_" +
                              std::to_string(properties.major) + std::to_string(properties.minor) +
                              ")";
-    if (properties.major < kOldestMajor) {
-      if (index == 0)
-        found.why_none = "no CUDA device can be used: " + name + " is older than sm_80";
+    // Devices keep the driver's numbers, so the first one that cannot be used ends the list.
+    if (!has_code_for(TILEDATTN_CUDA_ARCHITECTURES, properties.major, properties.minor)) {
+      if (index == 0) {
+        found.why_none = "no CUDA device can be used: " + name +
+                         " is not among the GPUs of this build (" +
+                         architecture_names(TILEDATTN_CUDA_ARCHITECTURES) + ")";
+      }
       return found;
     }
     found.names.push_back(name);

@@ -49,10 +49,8 @@ struct ResultRow {
 };
 
 ResultRow result_at(const OutputView& view, std::int64_t i, std::int64_t j, std::int64_t k) {
-  return {
-      cpu::advance(static_cast<const void*>(view.data),
-                   i * view.seq_stride + j * view.token_stride + k * view.head_stride, view.dtype),
-      view.lse[i * view.lse_seq_stride + j * view.lse_token_stride + k * view.lse_head_stride]};
+  return {cpu::advance(static_cast<const void*>(view.data), view.row_offset(i, j, k), view.dtype),
+          view.lse[view.lse_offset(i, j, k)]};
 }
 
 /// One row of merge_attention, `scale` * lse being the natural logarithm; returns the lse.
@@ -121,23 +119,25 @@ class CpuBackend final : public Backend {
     return {memory, std::free};
   }
 
-  void copy(void* to, Device, const void* from, Device, std::int64_t bytes, Stream) const override {
+  void copy(void* to, Device, const void* from, Device, std::int64_t bytes,
+            const Stream&) const override {
     if (bytes > 0) std::memmove(to, from, static_cast<std::size_t>(bytes));
   }
   std::shared_ptr<FaultLog> make_fault_log(int) const override { return nullptr; }
 
-  void synchronize(int, Stream) const override {}
+  void synchronize(int, const Stream&) const override {}
   void synchronize_device(int) const override {}
-  void order(int, Stream, Stream) const override {}
-  std::uint64_t capture_id(int, Stream) const override { return 0; }
-  void retain_in_capture(int, Stream, std::shared_ptr<void>) const override {}
+  void order(int, const Stream&, const Stream&) const override {}
+  std::uint64_t capture_id(int, const Stream&) const override { return 0; }
+  std::uint64_t stream_id(int, const Stream&) const override { return 0; }
+  void retain_in_capture(int, const Stream&, std::shared_ptr<void>) const override {}
 
   void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int,
-              Stream) const override {
+              const Stream&) const override {
     cpu::attend(problem, plan, scratch);
   }
 
-  void finalize(const FinalizeProblem& p, int, Stream) const override {
+  void finalize(const FinalizeProblem& p, int, const Stream&) const override {
     const std::int64_t seq_rows = p.q_len * p.num_q_heads;
     for_each_row(p.num_seqs * seq_rows, [&](std::int64_t row) {
       const std::int64_t seq = row / seq_rows;
@@ -149,34 +149,32 @@ class CpuBackend final : public Backend {
   }
 
   void reset_state(const StateView& state, std::int64_t rows, std::int64_t head_dim_v, int,
-                   Stream) const override {
+                   const Stream&) const override {
     for_each_row(rows, [&](std::int64_t row) {
       cpu::clear_row(row_at(state, row, head_dim_v), head_dim_v);
     });
   }
 
-  void merge_states(const MergeStatesProblem& p, int, Stream) const override {
+  void merge_states(const MergeStatesProblem& p, int, const Stream&) const override {
     for_each_row(p.num_rows, [&](std::int64_t row) {
-      const Row into = row_at(p.into, row, p.head_dim_v);
-      if (p.into.fresh) cpu::clear_row(into, p.head_dim_v);
-      if (!p.from.fresh) cpu::merge_row(into, row_at(p.from, row, p.head_dim_v), p.head_dim_v);
+      cpu::merge_row(row_at(p.into, row, p.head_dim_v), row_at(p.from, row, p.head_dim_v),
+                     p.head_dim_v);
     });
   }
 
-  void merge_attention(const MergeAttentionProblem& p, int, Stream) const override {
+  void merge_attention(const MergeAttentionProblem& p, int, const Stream&) const override {
     for_each_row(p.shape[0] * p.shape[1] * p.shape[2], [&](std::int64_t row) {
       const std::int64_t i = row / (p.shape[1] * p.shape[2]);
       const std::int64_t j = row / p.shape[2] % p.shape[1];
       const std::int64_t k = row % p.shape[2];
       const OutputView& out = p.out;
-      void* const to = cpu::advance(
-          out.data, i * out.seq_stride + j * out.token_stride + k * out.head_stride, out.dtype);
-      out.lse[i * out.lse_seq_stride + j * out.lse_token_stride + k * out.lse_head_stride] =
+      void* const to = cpu::advance(out.data, out.row_offset(i, j, k), out.dtype);
+      out.lse[out.lse_offset(i, j, k)] =
           merge_results(p, result_at(p.a, i, j, k), result_at(p.b, i, j, k), to);
     });
   }
 
-  void write_kv(const WriteKvProblem& p, int, Stream) const override {
+  void write_kv(const WriteKvProblem& p, int, const Stream&) const override {
     for (std::int64_t token = 0; token < p.num_tokens; ++token) {
       const Fault fault = check_slot(p, token);
       if (fault.found()) throw_fault(fault);

@@ -50,7 +50,7 @@ void merge_row(const Row& into, const Row& from, std::int64_t head_dim_v) {
 
 Row state_row(const StateView& state, std::int64_t seq, std::int64_t token, std::int64_t head,
               std::int64_t num_q_heads, std::int64_t head_dim_v) {
-  const std::int64_t row = (seq * state.q_capacity + token) * num_q_heads + head;
+  const std::int64_t row = state.row(seq, token, head, num_q_heads);
   return {state.m + row, state.l + row, state.o + row * head_dim_v};
 }
 
@@ -65,9 +65,7 @@ void write_result(const OutputView& out, const float* sinks, std::int64_t seq, s
     l = l * keep + std::exp(sinks[head] - m);
   }
   float result[256];
-  void* to =
-      advance(out.data, seq * out.seq_stride + token * out.token_stride + head * out.head_stride,
-              out.dtype);
+  void* to = advance(out.data, out.row_offset(seq, token, head), out.dtype);
   for (std::int64_t first = 0; first < head_dim_v; first += 256) {
     const std::int64_t count = std::min<std::int64_t>(256, head_dim_v - first);
     for (std::int64_t d = 0; d < count; ++d)
@@ -75,8 +73,7 @@ void write_result(const OutputView& out, const float* sinks, std::int64_t seq, s
     store_row(result, count, out.dtype, advance(to, first, out.dtype));
   }
   if (out.lse != nullptr) {
-    out.lse[seq * out.lse_seq_stride + token * out.lse_token_stride + head * out.lse_head_stride] =
-        l == 0.0f ? -kInfinity : m + std::log(l);
+    out.lse[out.lse_offset(seq, token, head)] = l == 0.0f ? -kInfinity : m + std::log(l);
   }
 }
 

@@ -8,28 +8,13 @@
 
 namespace tiledattn::cuda {
 
-__device__ __forceinline__ std::int64_t state_row(const AttentionProblem& p, std::int64_t seq,
-                                                  std::int64_t token, std::int64_t head) {
-  return (seq * p.state.q_capacity + token) * p.num_q_heads + head;
-}
-
-__device__ __forceinline__ std::int64_t out_offset(const OutputView& out, std::int64_t seq,
-                                                   std::int64_t token, std::int64_t head) {
-  return seq * out.seq_stride + token * out.token_stride + head * out.head_stride;
-}
-
-__device__ __forceinline__ std::int64_t lse_offset(const OutputView& out, std::int64_t seq,
-                                                   std::int64_t token, std::int64_t head) {
-  return seq * out.lse_seq_stride + token * out.lse_token_stride + head * out.lse_head_stride;
-}
-
 /// Called by a whole warp.
 template <int kColumns>
 __device__ void finish_row(const AttentionProblem& p, const Sequence& s, std::int64_t token,
                            std::int64_t head, const WarpRow<kColumns>& of_call) {
   WarpRow<kColumns> row = of_call;
   if (p.state.m != nullptr) {
-    const std::int64_t at = state_row(p, s.index, token, head);
+    const std::int64_t at = p.state.row(s.index, token, head, p.num_q_heads);
     float* const m = p.state.m + at;
     float* const l = p.state.l + at;
     float* const o = p.state.o + at * p.head_dim_v;
@@ -44,7 +29,7 @@ __device__ void finish_row(const AttentionProblem& p, const Sequence& s, std::in
   }
   if (p.out.data == nullptr) return;
   const RowResult result(row.m, row.l, p.sinks == nullptr ? nullptr : p.sinks + head);
-  const std::int64_t at = out_offset(p.out, s.index, s.q_begin + token, head);
+  const std::int64_t at = p.out.row_offset(s.index, s.q_begin + token, head);
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
     const int column = lane_index() + kWarpSize * j;
@@ -52,7 +37,7 @@ __device__ void finish_row(const AttentionProblem& p, const Sequence& s, std::in
       store_element(p.out.data, p.out.dtype, at + column, result.value(row.o[j]));
   }
   if (p.out.lse != nullptr && lane_index() == 0) {
-    p.out.lse[lse_offset(p.out, s.index, s.q_begin + token, head)] = result.lse;
+    p.out.lse[p.out.lse_offset(s.index, s.q_begin + token, head)] = result.lse;
   }
 }
 

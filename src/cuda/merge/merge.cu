@@ -42,34 +42,27 @@ __global__ void __launch_bounds__(kThreads) finalize(const __grid_constant__ Fin
     const std::int64_t head = row % p.num_q_heads;
     const std::int64_t token = row / p.num_q_heads % p.q_len;
     const std::int64_t seq = row / p.num_q_heads / p.q_len;
-    const std::int64_t at = (seq * p.state.q_capacity + token) * p.num_q_heads + head;
-    const float m = p.state.fresh ? -infinity() : p.state.m[at];
-    const float l = p.state.fresh ? 0.0f : p.state.l[at];
-    const RowResult result(m, l, p.sinks == nullptr ? nullptr : p.sinks + head);
+    const std::int64_t at = p.state.row(seq, token, head, p.num_q_heads);
+    const RowResult result(p.state.m[at], p.state.l[at],
+                           p.sinks == nullptr ? nullptr : p.sinks + head);
 
-    const std::int64_t out = out_offset(p.out, seq, token, head);
+    const std::int64_t out = p.out.row_offset(seq, token, head);
     for (std::int64_t d = lane_index(); d < p.head_dim_v; d += kWarpSize) {
-      const float o = p.state.fresh ? 0.0f : p.state.o[at * p.head_dim_v + d];
+      const float o = p.state.o[at * p.head_dim_v + d];
       store_element(p.out.data, p.out.dtype, out + d, result.value(o));
     }
     if (p.out.lse != nullptr && lane_index() == 0)
-      p.out.lse[lse_offset(p.out, seq, token, head)] = result.lse;
+      p.out.lse[p.out.lse_offset(seq, token, head)] = result.lse;
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
     merge_states(const __grid_constant__ MergeStatesProblem p) {
   for (std::int64_t row = first_row(); row < p.num_rows; row += row_step()) {
-    const float m_a = p.into.fresh ? -infinity() : p.into.m[row];
-    const float l_a = p.into.fresh ? 0.0f : p.into.l[row];
-    const float m_b = p.from.fresh ? -infinity() : p.from.m[row];
-    const float l_b = p.from.fresh ? 0.0f : p.from.l[row];
-    const Fold parts(m_a, l_a, m_b, l_b);
+    const Fold parts(p.into.m[row], p.into.l[row], p.from.m[row], p.from.l[row]);
     for (std::int64_t d = lane_index(); d < p.head_dim_v; d += kWarpSize) {
       const std::int64_t at = row * p.head_dim_v + d;
-      const float o_a = p.into.fresh ? 0.0f : p.into.o[at];
-      const float o_b = p.from.fresh ? 0.0f : p.from.o[at];
-      p.into.o[at] = parts.value(o_a, o_b);
+      p.into.o[at] = parts.value(p.into.o[at], p.from.o[at]);
     }
     __syncwarp();  // every lane has read m and l
     if (lane_index() == 0) {
@@ -88,8 +81,8 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t k = row % p.shape[2];
     const std::int64_t j = row / p.shape[2] % p.shape[1];
     const std::int64_t i = row / p.shape[2] / p.shape[1];
-    const float lse_a = p.a.lse[lse_offset(p.a, i, j, k)];
-    const float lse_b = p.b.lse[lse_offset(p.b, i, j, k)];
+    const float lse_a = p.a.lse[p.a.lse_offset(i, j, k)];
+    const float lse_b = p.b.lse[p.b.lse_offset(i, j, k)];
     const bool empty_a = lse_a == -infinity();
     const bool empty_b = lse_b == -infinity();
     const float natural_a = __fmul_rn(lse_a, p.lse_scale);
@@ -99,18 +92,19 @@ __global__ void __launch_bounds__(kThreads)
     const float weight_b = expf(__fsub_rn(natural_b, top));
     const float sum = __fadd_rn(weight_a, weight_b);
 
-    const std::int64_t at_a = out_offset(p.a, i, j, k);
-    const std::int64_t at_b = out_offset(p.b, i, j, k);
-    const std::int64_t at = out_offset(p.out, i, j, k);
+    const std::int64_t at_a = p.a.row_offset(i, j, k);
+    const std::int64_t at_b = p.b.row_offset(i, j, k);
+    const std::int64_t at = p.out.row_offset(i, j, k);
     for (std::int64_t d = lane_index(); d < p.head_dim_v; d += kWarpSize) {
       const float a = empty_a ? 0.0f : load_element(p.a.data, p.a.dtype, at_a + d);
       const float b = empty_b ? 0.0f : load_element(p.b.data, p.b.dtype, at_b + d);
       const float merged = __fdiv_rn(fmaf(b, weight_b, __fmul_rn(a, weight_a)), sum);
       store_element(p.out.data, p.out.dtype, at + d, empty_b ? a : empty_a ? b : merged);
     }
+    __syncwarp();  // every lane has read both lse, one of which may be the result's
     if (p.out.lse != nullptr && lane_index() == 0) {
       const float merged = __fdiv_rn(__fadd_rn(top, logf(sum)), p.lse_scale);
-      p.out.lse[lse_offset(p.out, i, j, k)] = empty_b ? lse_a : empty_a ? lse_b : merged;
+      p.out.lse[p.out.lse_offset(i, j, k)] = empty_b ? lse_a : empty_a ? lse_b : merged;
     }
   }
 }

@@ -43,12 +43,12 @@ __device__ KeyRange claimed_tokens(const AttentionProblem& p, std::int64_t b) {
 __device__ void write_row(const AttentionProblem& p, std::int64_t seq, std::int64_t token,
                           std::int64_t head, float value, float lse) {
   if (p.out.data == nullptr) return;
-  const std::int64_t at = out_offset(p.out, seq, token, head);
+  const std::int64_t at = p.out.row_offset(seq, token, head);
   for (std::int64_t d = lane_index(); d < p.head_dim_v; d += kWarpSize) {
     store_element(p.out.data, p.out.dtype, at + d, value);
   }
   if (p.out.lse != nullptr && lane_index() == 0)
-    p.out.lse[lse_offset(p.out, seq, token, head)] = lse;
+    p.out.lse[p.out.lse_offset(seq, token, head)] = lse;
 }
 
 __device__ void poison_sequence(const AttentionProblem& p, std::int64_t b) {
@@ -60,7 +60,7 @@ __device__ void poison_sequence(const AttentionProblem& p, std::int64_t b) {
     const std::int64_t head = row % p.num_q_heads;
     write_row(p, b, token, head, nan, nan);
     if (p.state.m != nullptr) {
-      const std::int64_t at = state_row(p, b, token, head);
+      const std::int64_t at = p.state.row(b, token, head, p.num_q_heads);
       for (std::int64_t d = lane_index(); d < p.head_dim_v; d += kWarpSize)
         p.state.o[at * p.head_dim_v + d] = nan;
       if (lane_index() == 0) p.state.m[at] = p.state.l[at] = nan;
