@@ -180,6 +180,21 @@ def test_one_object_over_steps_of_other_sizes_and_types(device):
         )
 
 
+@pytest.mark.parametrize("later_tiles", [0, 1])
+def test_a_nan_reaches_every_part_of_the_state(later_tiles, device, dtype):
+    """m = max s_j and l, o of a row with a NaN score are NaN, also when right tiles follow."""
+    data = cases.Tiled("", cases.Paged("", seq_lens=(70, 70)), tile_blocks=(2, 3)).make(dtype)
+    block = data.tiles[0].blocks[0, 1]
+    data.paged.k_pool[block, 3] = np.nan
+    attn = calls.make_attention(device, data)
+    attn.begin_step(2)
+    for tile in data.tiles[: 1 + later_tiles]:
+        calls.step(device, attn, data, tile)
+    got, want = calls.state_arrays(device, attn, 2), calls.want_tiled(data, 1 + later_tiles)
+    assert all(np.isnan(part[0]).all() and np.isfinite(part[1]).all() for part in got)
+    compare.state_close(got, want.state, dtype, want.finalize().max_score)
+
+
 def test_a_step_without_tiles(device):
     """Nothing seen: zeros and -inf, or the sink."""
     data = cases.Tiled("", cases.Paged("", seq_lens=(5, 9), score=cases.Score(sinks=True))).make("float32")

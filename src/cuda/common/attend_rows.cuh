@@ -243,8 +243,9 @@ __device__ void for_each_row(AttendShared<Config>& shared, const WarpRows<Config
 #pragma unroll
   for (int i = 0; i < Config::kRowsPerWarp; ++i) {
     WarpRow<Config::kColumns> row;
-    row.m = rows.m[i];
     row.l = warp_sum(rows.l[i]);
+    // A NaN score never wins the maximum; here it reaches the row's m, as the state promises.
+    row.m = row.l != row.l && rows.m[i] != infinity() ? row.l : rows.m[i];
 #pragma unroll
     for (int j = 0; j < Config::kColumns; ++j) row.o[j] = rows.o[i][j];
     row.store(&shared.p[first_row + i][0], &shared.p[first_row + i][1], shared.q[first_row + i],
