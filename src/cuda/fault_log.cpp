@@ -27,12 +27,12 @@ class MappedFaultLog : public FaultLog {
   FaultRecord* device_record() override { return device_record_; }
 
   Fault take() override {
-    // `ready` is set last by the device and read first here; `claimed` is cleared last, since from
-    // then on another kernel may write the record.
+    // `ready` is set last by the device and taken first here, by one of the threads that ask;
+    // `claimed` is cleared last, since from then on another kernel may write the record.
     std::atomic_ref<std::int32_t> ready(record_->ready);
-    if (ready.load(std::memory_order_acquire) == 0) return {};
+    if (ready.load(std::memory_order_relaxed) == 0) return {};
+    if (ready.exchange(0, std::memory_order_acq_rel) == 0) return {};
     const Fault fault = record_->fault;
-    ready.store(0, std::memory_order_relaxed);
     std::atomic_ref<std::int32_t>(record_->claimed).store(0, std::memory_order_release);
     return fault;
   }
