@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import arrays
@@ -238,6 +239,172 @@ def test_a_step_is_inside_one_capture_or_outside_all(gpu):
     # Outside again, the step that began outside goes on.
     out = gpu.call(attn.finalize)
     compare.out_close(out, calls.want_tiled(data, 1).finalize().out, "float32")
+
+
+def _late_step(gpu, data):
+    """An object and the arrays of its tiles, which are there already."""
+    attn = calls.make_attention(gpu, data)
+    given = [([gpu.array(x) for x in data.step_args(t)], gpu.array(t.valid_slots)) for t in data.tiles]
+    gpu.torch.cuda.synchronize()
+    return attn, given
+
+
+@pytest.mark.parametrize("what", ["load_state", "state", "view"])
+def test_what_the_object_launches_by_itself_is_ordered_before_the_next_stream(what, gpu):
+    """load_state(), state() and the views without a stream, then a tile on another stream."""
+    torch = gpu.torch
+    data = TILED.make("float32")
+    source, given = _late_step(gpu, data)
+    source.begin_step(3)
+    source.step_tile(*given[0][0], last_block_valid_slots=given[0][1])
+    kept = source.state()
+    torch.cuda.synchronize()
+    attn = calls.make_attention(gpu, data)
+    side = torch.cuda.Stream()
+    tiles = given
+    _kept_busy(torch)  # the legacy default stream, where a new object's own work goes
+    if what == "load_state":
+        attn.load_state(kept)
+        tiles = given[1:]
+    else:
+        attn.begin_step(3)
+        _ = attn.state() if what == "state" else attn.m
+    with torch.cuda.stream(side):  # else the tiles would wait for the arrays' framework, which is busy
+        for args, valid in tiles:
+            attn.step_tile(*args, last_block_valid_slots=valid)
+        out, lse = attn.finalize(return_lse=True)
+        side.synchronize()
+        compare.result_close((gpu.numpy(out), gpu.numpy(lse)), calls.want_tiled(data).finalize(), "float32")
+
+
+def test_finalize_follows_the_last_tile_and_no_other_call(gpu):
+    """A copy of the state on another stream does not take finalize() there."""
+    torch = gpu.torch
+    data = TILED.make("float32")
+    attn, given = _late_step(gpu, data)
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _kept_busy(torch)
+    attn.begin_step(3)
+    for args, valid in given:
+        attn.step_tile(*args, last_block_valid_slots=valid, stream=side)
+    attn.state(stream=other)
+    out = torch.zeros(data.paged.q.shape, device="cuda")
+    attn.finalize(out=out)
+    side.synchronize()
+    compare.out_close(gpu.numpy(out), calls.want_tiled(data).finalize().out, "float32")
+
+
+def test_states_on_chosen_streams(gpu):
+    """merge_states() and State.finalize() on a stream wait for the streams that made the states."""
+    torch = gpu.torch
+    data = TILED.make("float32")
+    attn, given = _late_step(gpu, data)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    states = []
+    for (args, valid), stream in zip(given, streams, strict=False):
+        with torch.cuda.stream(stream):
+            _kept_busy(torch)
+        attn.begin_step(3)
+        attn.step_tile(*args, last_block_valid_slots=valid, stream=stream)
+        states.append(attn.state())
+        torch.cuda.current_stream().wait_stream(stream)
+        streams[1].wait_stream(stream)
+    merged = ta.merge_states(states, stream=streams[2])
+    out, lse = (torch.from_dlpack(x) for x in merged.finalize(stream=streams[0]))
+    torch.cuda.synchronize()
+    compare.result_close((gpu.numpy(out), gpu.numpy(lse)), calls.want_tiled(data).finalize(), "float32")
+
+
+def test_a_capture_keeps_states_alive(gpu):
+    """state(), merge_states() and State.finalize() in a capture, whose states are gone at the replay."""
+    torch = gpu.torch
+    data = TILED.make("float32")
+    attn, given = _late_step(gpu, data)
+    out = torch.zeros(data.paged.q.shape, device="cuda")
+
+    def work():
+        states = []
+        for args, valid in given:
+            attn.begin_step(3)
+            attn.step_tile(*args, last_block_valid_slots=valid)
+            states.append(attn.state())
+        out.copy_(torch.from_dlpack(ta.merge_states(states).finalize()[0]))
+
+    graph = _captured(torch, work)
+    gc.collect()
+    spoilers = [calls.make_attention(gpu, data) for _ in range(16)]
+    for spoiler in spoilers:
+        spoiler.begin_step(3)
+        spoiler.step_tile(*given[0][0], last_block_valid_slots=given[0][1])
+    out.fill_(7.0)
+    graph.replay()
+    compare.out_close(gpu.numpy(out), calls.want_tiled(data).finalize().out, "float32")
+
+
+def test_check_in_a_capture_changes_nothing(gpu):
+    """attn.check() and check=True are refused in a capture, and the step goes on as if never called."""
+    torch = gpu.torch
+    data = TILED.make("float32")
+    attn, given = _late_step(gpu, data)
+    out = torch.zeros(data.paged.q.shape, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attn.begin_step(3)
+        with pytest.raises(ValueError, match="check"):
+            attn.step_tile(*given[0][0], last_block_valid_slots=given[0][1], check=True)
+        for args, valid in given:
+            attn.step_tile(*args, last_block_valid_slots=valid)
+        with pytest.raises(ValueError, match="check"):
+            attn.check()
+        attn.finalize(out=out)
+    graph.replay()
+    compare.out_close(gpu.numpy(out), calls.want_tiled(data).finalize().out, "float32")
+
+
+def test_a_stream_lives_as_long_as_an_object_remembers_it():
+    """A CuPy stream that the caller has dropped, and calls without a stream afterwards."""
+    cupy = pytest.importorskip("cupy")
+    gpu = arrays.make_carrier("cupy-cuda")
+    data = TILED.make("float32")
+    attn = calls.make_attention(gpu, data)
+    given = [([gpu.array(x) for x in data.step_args(t)], gpu.array(t.valid_slots)) for t in data.tiles]
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    attn.begin_step(3)
+    for args, valid in given:
+        attn.step_tile(*args, last_block_valid_slots=valid, stream=stream)
+    del stream
+    gc.collect()
+    out, lse = attn.finalize(return_lse=True)
+    state = attn.state()
+    cupy.cuda.Device().synchronize()
+    want = calls.want_tiled(data).finalize()
+    compare.result_close((gpu.numpy(out), gpu.numpy(lse)), want, "float32")
+    out, _ = (cupy.from_dlpack(x) for x in state.finalize())
+    compare.out_close(gpu.numpy(out), want.out, "float32")
+
+
+def test_h42_per_thread_streams_do_not_share_scratch(gpu):
+    """Two threads on handle 2, each with long sequences that need partial results."""
+    torch = gpu.torch
+    case = cases.Paged("", seq_lens=(6000, 5000, 4000, 3000))
+    work = []
+    for seed in range(2):
+        data = case.make("float32", seed)
+        work.append((data, list(map(gpu.array, data.args)), torch.zeros(data.q.shape, device="cuda")))
+    torch.cuda.synchronize()
+
+    def repeat(item):
+        _, given, out = item
+        for _ in range(50):
+            ta.paged_attention(*given, out=out, stream=2)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(repeat, work))
+    torch.cuda.synchronize()
+    for data, _, out in work:
+        compare.out_close(gpu.numpy(out), calls.want_paged(data)[0], "float32")
 
 
 def test_check_while_capturing_is_refused(gpu):

@@ -224,20 +224,35 @@ class TiledAttention:
         return self._core.finalize(out, lse, return_lse, stream)
 
     def check(self) -> None:
-        """Wait for the last call, and raise what the device found in its arguments."""
+        """Wait for the last call, and raise what the device found in its arguments.
+
+        Raises
+        ------
+        IndexError, ValueError
+            What was found; also a ValueError in a graph capture, which cannot wait.
+        """
         self._core.check()
 
-    def state(self) -> State:
-        """Copy the state of this step's sequences."""
-        return State._of(self._core.state())
+    def state(self, *, stream: StreamLike = None) -> State:
+        """Copy the state of this step's sequences.
 
-    def load_state(self, state: State) -> None:
+        Parameters
+        ----------
+        stream
+            Stream to copy on; None means that of the last call.
+        """
+        return State._of(self._core.state(stream))
+
+    def load_state(self, state: State, *, stream: StreamLike = None) -> None:
         """Start a step over ``state.num_seqs`` sequences from a state on this device.
 
         Parameters
         ----------
         state
             From an object with the same ``num_q_heads``, ``head_dim_v`` and ``max_q_len``.
+        stream
+            Stream to copy on; None means that of the last call. The step's calls on other streams are ordered
+            after it.
 
         Raises
         ------
@@ -246,7 +261,7 @@ class TiledAttention:
         """
         if not isinstance(state, State):
             raise TypeError(f"state: expected a State, got {type(state).__name__}")
-        self._core.load_state(state._compiled)
+        self._core.load_state(state._compiled, stream)
 
     @property
     def m(self) -> Array:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import _core
-from ._types import Array, DeviceLike
+from ._types import Array, DeviceLike, StreamLike
 
 
 class State:
@@ -90,13 +90,15 @@ class State:
         """
         return State._of(self._compiled.to(device))
 
-    def finalize(self, *, sinks: Array | None = None) -> tuple[Array, Array]:
+    def finalize(self, *, sinks: Array | None = None, stream: StreamLike = None) -> tuple[Array, Array]:
         """Make the result of all keys in the state; the state stays as it is.
 
         Parameters
         ----------
         sinks
             ``[Hq]`` float32 on the state's device: one extra logit for each query head.
+        stream
+            Stream to launch on; None means the one that made the state. It is ordered after that one.
 
         Returns
         -------
@@ -104,7 +106,7 @@ class State:
             ``o / l`` and ``m + ln l``, float32: NumPy arrays on the CPU, on a GPU arrays for any consumer of
             DLPack.
         """
-        out, lse = self._compiled.finalize(sinks)
+        out, lse = self._compiled.finalize(sinks, stream)
         return out, lse
 
     def pack(self) -> bytes:
@@ -142,7 +144,7 @@ class State:
         return f"State(num_seqs={self.num_seqs}, o={list(self.o.shape)}, device={self.device!r})"
 
 
-def merge_states(states: Sequence[State]) -> State:
+def merge_states(states: Sequence[State], *, stream: StreamLike = None) -> State:
     """Combine states of the same queries over disjoint keys.
 
     Parameters
@@ -150,6 +152,8 @@ def merge_states(states: Sequence[State]) -> State:
     states
         One state or more, of equal sizes and on one device. They are merged in this order, which should be
         the order of their keys; an empty state changes no bit.
+    stream
+        Stream to launch on; None means the one that made the first state. It is ordered after those of all.
 
     Returns
     -------
@@ -161,7 +165,7 @@ def merge_states(states: Sequence[State]) -> State:
     TypeError
         When an entry is not a State.
     ValueError
-        When there is none, or sizes or devices differ.
+        When there is none, sizes or devices differ, or a stream is given on the CPU.
 
     References
     ----------
@@ -181,4 +185,4 @@ def merge_states(states: Sequence[State]) -> State:
         if not isinstance(state, State):
             raise TypeError(f"states[{i}]: expected a State, got {type(state).__name__}")
         cores.append(state._compiled)
-    return State._of(_core.merge_states(cores))
+    return State._of(_core.merge_states(cores, stream))

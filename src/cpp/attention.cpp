@@ -33,13 +33,16 @@ struct TiledAttention::Impl {
         device(where),
         backend(backend_for(where)),
         options(score),
+        faults(backend.make_fault_log(where.index)),
         buffers(make_buffers(checked, where)),
-        workspace(make_workspace(checked, where)),
-        faults(backend.make_fault_log(where.index)) {
+        workspace(make_workspace(checked, where)) {
     if (options.sinks) copy_sinks();
     // The buffers' first contents were written on the legacy default stream; calls may come on any.
     backend.synchronize(device.index, {});
   }
+
+  /// Where a call without a stream of its own puts its work.
+  Stream stream_or_last(const std::optional<Stream>& given) const { return given.value_or(last); }
 
   void copy_sinks() {
     sinks = Buffer(device, dims.num_q_heads * 4);
@@ -47,9 +50,9 @@ struct TiledAttention::Impl {
     options.sinks = make_tensor(sinks.data(), DType::float32, device, {dims.num_q_heads});
   }
 
-  /// Every call begins here: what the device found earlier, and the rule that a step lies inside
-  /// one capture or outside all.
-  void enter(Stream stream) {
+  /// Every call begins here: what the device found earlier, the rule that a step lies inside one
+  /// capture or outside all, and the order of streams. `chosen`: the caller named the stream.
+  void enter(const Stream& stream, bool chosen) {
     raise_fault(faults.get());
     const std::uint64_t id = backend.capture_id(device.index, stream);
     if (capture && *capture != id) {
@@ -67,11 +70,31 @@ struct TiledAttention::Impl {
       retained = id;
     }
     capture = id;
+    // The caller orders the streams that they chose, but cannot know of work that this object put
+    // on the last one by itself.
+    if (own_work) backend.order(device.index, stream, last);
+    own_work = !chosen;
     last = stream;
   }
 
+  void enter(const std::optional<Stream>& given) {
+    enter(stream_or_last(given), given.has_value());
+  }
+
+  /// A capture cannot wait. Asked before a call changes anything.
+  void refuse_waiting_in_capture(const char* got, const Stream& stream) const {
+    if (backend.capture_id(device.index, stream) == 0) return;
+    refuse("check", got, "no check before the capture has ended: a capture cannot wait");
+  }
+
+  /// A capture keeps this state alive as well.
+  void retain(const State& state, const Stream& stream) const {
+    if (capture.value_or(0) != 0)
+      backend.retain_in_capture(device.index, stream, state.buffer().owner());
+  }
+
   /// Make the pending begin_step true in memory, for calls that read the state as it is.
-  void settle(Stream stream) {
+  void settle(const Stream& stream) {
     if (!fresh) return;
     const std::int64_t rows = step.num_seqs * dims.max_q_len * dims.num_q_heads;
     if (rows > 0)
@@ -81,7 +104,7 @@ struct TiledAttention::Impl {
 
   void settle_view() {
     if (!fresh) return;
-    enter(last);
+    enter(std::nullopt);
     settle(last);
   }
 
@@ -89,17 +112,20 @@ struct TiledAttention::Impl {
   Device device;
   const Backend& backend;
   ScoreOptions options;
+  // Before the buffers, whose freeing waits for the kernels that may still write a fault.
+  std::shared_ptr<FaultLog> faults;
   State buffers;  // all max_seqs sequences
   Workspace workspace;
   Buffer sinks;
-  std::shared_ptr<FaultLog> faults;
 
   StepShape step;      // what this step has fixed so far
   bool fresh = false;  // begin_step was called and the buffers don't show it yet
   std::optional<std::uint64_t> capture;
   std::uint64_t retained = 0;
-  Stream last;
-  std::mutex mutex;  // one object used from two threads is serialised
+  Stream last;                        // of the last call
+  bool own_work = false;              // the last call's stream was not of the caller's choice
+  std::optional<Stream> step_stream;  // of the step's last step_tile
+  std::mutex mutex;                   // one object used from two threads is serialised
 };
 
 TiledAttention::TiledAttention(const TiledAttentionDims& dims, Device device,
@@ -121,7 +147,8 @@ void TiledAttention::begin_step(std::int64_t num_seqs, std::optional<Stream> str
            "0 to dims.max_seqs = " + std::to_string(impl_->dims.max_seqs));
   }
   impl_->capture.reset();
-  if (stream) impl_->enter(*stream);
+  impl_->step_stream.reset();
+  if (stream) impl_->enter(stream);
   impl_->step = {num_seqs, false, 0, DType::float32};
   impl_->fresh = true;
   // On the CPU a reset costs less than a view that shows it late; on a GPU it would cost a launch.
@@ -133,9 +160,8 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
   const std::lock_guard<std::mutex> lock(self.mutex);
   raise_fault(self.faults.get());
   AttentionProblem problem = check_step_tile(self.dims, self.options, self.device, self.step, tile);
-  self.enter(stream);
-  if (check && *self.capture != 0)
-    refuse("check", "True in a graph capture", "False: a capture cannot wait");
+  if (check) self.refuse_waiting_in_capture("True in a graph capture", stream);
+  self.enter(stream, true);
   // The first tile's kernel starts from an empty state by itself, unless it writes only some of the
   // rows.
   if (problem.q_len != self.dims.max_q_len || problem.total_q == 0) self.settle(stream);
@@ -147,6 +173,7 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
     self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
     self.fresh = false;
   }
+  self.step_stream = stream;
   self.step.fixed = true;
   self.step.q_len = problem.q_len;
   self.step.dtype = problem.q.dtype;
@@ -162,8 +189,10 @@ void TiledAttention::finalize(const Tensor& out, const std::optional<Tensor>& ls
   const std::lock_guard<std::mutex> lock(self.mutex);
   raise_fault(self.faults.get());
   FinalizeProblem problem = check_finalize(self.dims, self.device, self.step, out, lse);
-  const Stream launch = stream.value_or(self.last);
-  self.enter(launch);
+  // The tiles' stream is the caller's choice too.
+  const bool chosen = stream.has_value() || self.step_stream.has_value();
+  const Stream launch = stream ? *stream : self.step_stream.value_or(self.last);
+  self.enter(launch, chosen);
   self.settle(launch);
   if (problem.num_seqs == 0 || problem.q_len == 0) return;
   problem.state = state_view(self.buffers);
@@ -174,12 +203,31 @@ void TiledAttention::finalize(const Tensor& out, const std::optional<Tensor>& ls
 
 const TiledAttentionDims& TiledAttention::dims() const { return impl_->dims; }
 Device TiledAttention::device() const { return impl_->device; }
-std::int64_t TiledAttention::num_seqs() const { return impl_->step.num_seqs; }
-std::int64_t TiledAttention::q_len() const { return impl_->step.q_len; }
-Stream TiledAttention::stream() const { return impl_->last; }
+
+std::int64_t TiledAttention::num_seqs() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->step.num_seqs;
+}
+
+std::int64_t TiledAttention::q_len() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->step.q_len;
+}
+
+Stream TiledAttention::stream() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->last;
+}
+
+Stream TiledAttention::step_stream() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->step_stream.value_or(impl_->last);
+}
+
 const Buffer& TiledAttention::state_buffer() const { return impl_->buffers.buffer(); }
 
 std::optional<DType> TiledAttention::dtype() const {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
   if (!impl_->step.fixed) return std::nullopt;
   return impl_->step.dtype;
 }
@@ -225,11 +273,12 @@ void copy_sequences(const Backend& backend, const State& to, const State& from, 
 State TiledAttention::state(std::optional<Stream> stream) {
   Impl& self = *impl_;
   const std::lock_guard<std::mutex> lock(self.mutex);
-  const Stream launch = stream.value_or(self.last);
-  self.enter(launch);
+  const Stream launch = self.stream_or_last(stream);
+  self.enter(stream);
   self.settle(launch);
   State copy = State::uninitialized(self.device, self.step.num_seqs, self.dims.max_q_len,
                                     self.dims.num_q_heads, self.dims.value_dim(), launch);
+  self.retain(copy, launch);
   copy_sequences(self.backend, copy, self.buffers, self.step.num_seqs, launch);
   return copy;
 }
@@ -253,9 +302,11 @@ void TiledAttention::load_state(const State& state, std::optional<Stream> stream
                      ", but this TiledAttention is on " + to_string(self.device) +
                      "; move it with to()");
   }
-  const Stream launch = stream.value_or(self.last);
+  const Stream launch = self.stream_or_last(stream);
   self.capture.reset();
-  self.enter(launch);
+  self.step_stream.reset();
+  self.enter(stream);
+  self.retain(state, launch);
   self.backend.order(self.device.index, launch, state.stream());
   copy_sequences(self.backend, self.buffers, state, state.num_seqs(), launch);
   self.step = {state.num_seqs(), false, 0, DType::float32};
@@ -264,6 +315,7 @@ void TiledAttention::load_state(const State& state, std::optional<Stream> stream
 
 void TiledAttention::check() {
   const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->refuse_waiting_in_capture("a call in a graph capture", impl_->last);
   impl_->backend.synchronize(impl_->device.index, impl_->last);
   raise_fault(impl_->faults.get());
 }

@@ -61,7 +61,9 @@ void attend(AttentionProblem& problem, Device device, Stream stream, Workspace* 
   problem.faults = call.record();
   const Plan plan = make_plan(problem, device, workspace.bytes());
   {
-    const std::unique_lock<std::mutex> lock = workspace.acquire(stream);
+    // A default workspace stays on its stream, which it must not keep alive for good.
+    const std::unique_lock<std::mutex> lock =
+        workspace.acquire(given ? stream : Stream{stream.handle});
     if (given && backend.capture_id(device.index, stream) != 0) {
       backend.retain_in_capture(device.index, stream, workspace.buffer().owner());
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // State: a copy of running state that is kept, moved, merged and made into a result.
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,15 @@ void copy_state(const State& to, const State& from, Stream stream) {
   backend_for(to.device().is_cpu() ? from.device() : to.device())
       .copy(to.buffer().data(), to.device(), from.buffer().data(), from.device(),
             from.buffer().bytes(), stream);
+}
+
+/// A capture of `stream` keeps the states that its work reads or writes alive.
+void retain_in_capture(std::initializer_list<const State*> states, const Stream& stream) {
+  for (const State* state : states) {
+    if (state->device().is_cpu()) continue;
+    backend_for(state->device())
+        .retain_in_capture(state->device().index, stream, state->buffer().owner());
+  }
 }
 
 }  // namespace
@@ -108,7 +118,9 @@ State State::to(Device device) const {
   if (device != this->device() && !this->device().is_cpu()) {
     backend_for(this->device()).synchronize(this->device().index, stream_);
   }
-  if (buffer_.bytes() > 0) copy_state(copy, *this, copy.stream_);
+  if (buffer_.bytes() == 0) return copy;
+  retain_in_capture({this, &copy}, copy.stream_);
+  copy_state(copy, *this, copy.stream_);
   return copy;
 }
 
@@ -132,6 +144,7 @@ void State::finalize(const Tensor& out, const std::optional<Tensor>& lse,
   const Backend& backend = backend_for(device());
   const Stream launch = stream.value_or(stream_);
   backend.order(device().index, launch, stream_);
+  retain_in_capture({this}, launch);
   backend.finalize(problem, device().index, launch);
 }
 
@@ -146,7 +159,11 @@ State merge_states(const std::vector<const State*>& states, std::optional<Stream
   State merged = State::uninitialized(device, first.num_seqs(), first.q_len(), first.num_q_heads(),
                                       first.head_dim_v(), launch);
   if (state_rows(first) == 0) return merged;
-  for (const State* state : states) backend.order(device.index, launch, state->stream());
+  for (const State* state : states) {
+    backend.order(device.index, launch, state->stream());
+    retain_in_capture({state}, launch);
+  }
+  retain_in_capture({&merged}, launch);
   copy_state(merged, first, launch);
   for (std::size_t i = 1; i < states.size(); ++i) {
     MergeStatesProblem problem;

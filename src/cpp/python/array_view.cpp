@@ -141,6 +141,10 @@ ArrayView ArrayView::copied_to(Device device, Stream stream) const {
   shape.device = device;
   ArrayView copy = make(shape, stream);
   const Backend& backend = backend_for(device.is_cpu() ? tensor_.device : device);
+  if (!tensor_.device.is_cpu()) {
+    backend.retain_in_capture(tensor_.device.index, stream, owner_);
+    if (!device.is_cpu()) backend.retain_in_capture(device.index, stream, copy.owner_);
+  }
   if (nbytes() > 0)
     backend.copy(copy.tensor_.data, device, tensor_.data, tensor_.device, nbytes(), stream);
   return copy;

@@ -15,6 +15,7 @@
 #include "result_arrays.h"
 #include "scalar_arg.h"
 #include "score_arg.h"
+#include "stream_arg.h"
 #include "tensor_arg.h"
 #include "tiledattn/attention.h"
 #include "tiledattn/error.h"
@@ -75,8 +76,8 @@ class BoundAttention {
     q_rank_ = tile.q.rank;
   }
 
-  void load_state(const State& state) {
-    core_->load_state(state);
+  void load_state(const State& state, const std::optional<Stream>& stream) {
+    core_->load_state(state, stream);
     q_rank_ = 0;
   }
 
@@ -134,13 +135,22 @@ void construct(BoundAttention* self, const TiledAttentionDims& dims, nb::handle 
 }
 
 void begin_step(BoundAttention& self, nb::handle num_seqs, nb::handle stream) {
-  TensorArgs args(stream);
-  if (args.given_stream() && self.core().device().is_cpu()) {
-    throw ValueError("stream: got a stream, but this TiledAttention is on the CPU; expected None");
-  }
+  const std::optional<Stream> given = stream_arg(stream, self.core().device());
   const std::int64_t count = integer_arg(num_seqs, "num_seqs");
   const GilReleased unlocked;
-  self.begin_step(count, args.given_stream());
+  self.begin_step(count, given);
+}
+
+State state(BoundAttention& self, nb::handle stream) {
+  const std::optional<Stream> given = stream_arg(stream, self.core().device());
+  const GilReleased unlocked;
+  return self.core().state(given);
+}
+
+void load_state(BoundAttention& self, const State& state, nb::handle stream) {
+  const std::optional<Stream> given = stream_arg(stream, self.core().device());
+  const GilReleased unlocked;
+  self.load_state(state, given);
 }
 
 /// None, a number for every sequence, or an array.
@@ -185,7 +195,7 @@ nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::han
 
 nb::any finalize(BoundAttention& self, nb::handle out, nb::handle lse, nb::handle return_lse,
                  nb::handle stream) {
-  TensorArgs args(stream, self.core().stream());
+  TensorArgs args(stream, self.core().step_stream());
   const Tensor like = out.is_none() ? self.result_like() : Tensor{};
   const ResultArrays results(args, like, out, lse, bool_arg(return_lse, "return_lse"),
                              self.framework());
@@ -236,10 +246,8 @@ void bind_attention(nb::module_& m) {
            "stream"_a.none())
       .def(
           "check", [](BoundAttention& self) { self.core().check(); }, nb::call_guard<GilReleased>())
-      .def(
-          "state", [](BoundAttention& self) { return self.core().state(); },
-          nb::call_guard<GilReleased>())
-      .def("load_state", &BoundAttention::load_state, "state"_a, nb::call_guard<GilReleased>())
+      .def("state", state, "stream"_a.none())
+      .def("load_state", load_state, "state"_a, "stream"_a.none())
       .def_prop_ro("m", [](const BoundAttention& self) { return self.view(&TiledAttention::m); })
       .def_prop_ro("l", [](const BoundAttention& self) { return self.view(&TiledAttention::l); })
       .def_prop_ro("o", [](const BoundAttention& self) { return self.view(&TiledAttention::o); })

@@ -13,6 +13,7 @@
 #include "gil.h"
 #include "result_arrays.h"
 #include "scalar_arg.h"
+#include "stream_arg.h"
 #include "tensor_arg.h"
 #include "tiledattn/attention.h"
 #include "tiledattn/error.h"
@@ -98,24 +99,28 @@ State unpack(nb::handle data, nb::handle device) {
   return state.to(where);
 }
 
-nb::any finalize(const State& state, nb::handle sinks) {
-  TensorArgs args(nb::none(), state.stream());
+nb::any finalize(const State& state, nb::handle sinks, nb::handle stream) {
+  TensorArgs args(stream, state.stream());
   const std::optional<Tensor> sinks_tensor = args.optional_input(sinks, "sinks");
   const Framework framework = state.device().is_cpu() ? Framework::numpy : Framework::other;
   const ResultArrays results(args, state.o(), nb::none(), nb::none(), true, framework);
+  if (args.given_stream() && state.device().is_cpu())
+    throw ValueError("stream: got a stream, but the work is on the CPU; expected None");
   args.launch_stream();
   {
     const GilReleased unlocked;
-    state.finalize(results.out(), results.lse(), sinks_tensor);
+    state.finalize(results.out(), results.lse(), sinks_tensor, args.chosen_stream());
   }
   return results.value();
 }
 
-State merge(const nb::list& states) {
+State merge(const nb::list& states, nb::handle stream) {
   std::vector<const State*> given;
   for (const nb::handle state : states) given.push_back(nb::cast<const State*>(state));
+  const Device device = given.empty() ? Device{} : given.front()->device();
+  const std::optional<Stream> launch = stream_arg(stream, device);
   const GilReleased unlocked;
-  return merge_states(given);
+  return merge_states(given, launch);
 }
 
 }  // namespace
@@ -139,10 +144,10 @@ void bind_state(nb::module_& m) {
             return self.to(where);
           },
           "device"_a.none())
-      .def("finalize", finalize, "sinks"_a.none())
+      .def("finalize", finalize, "sinks"_a.none(), "stream"_a.none())
       .def("pack", pack)
       .def_static("unpack", unpack, "data"_a.none(), "device"_a.none());
-  m.def("merge_states", merge, "states"_a);
+  m.def("merge_states", merge, "states"_a, "stream"_a.none());
 }
 
 }  // namespace tiledattn::binding

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream_arg.h"
 
+#include <memory>
 #include <string>
 
 #include "scalar_arg.h"
@@ -32,14 +33,33 @@ Stream stream_from_protocol(nb::handle stream) {
   return stream_from_handle(pair[1]);
 }
 
+/// The stream, with the Python object that would destroy it as its owner.
+Stream owned_by(nb::handle object, Stream stream) {
+  PyObject* const owner = object.inc_ref().ptr();
+  stream.owner = std::shared_ptr<void>(owner, [](void* last) {
+    if (Py_IsInitialized() == 0) return;  // what static objects held when the process ends
+    const nb::gil_scoped_acquire locked;
+    Py_DECREF(static_cast<PyObject*>(last));
+  });
+  return stream;
+}
+
 }  // namespace
+
+std::optional<Stream> stream_arg(nb::handle stream, Device device) {
+  std::optional<Stream> given = stream_arg(stream);
+  if (given && device.is_cpu())
+    throw ValueError("stream: got a stream, but the work is on the CPU; expected None");
+  return given;
+}
 
 std::optional<Stream> stream_arg(nb::handle stream) {
   if (stream.is_none()) return std::nullopt;
   if (PyLong_Check(stream.ptr())) return stream_from_handle(stream);  // a bool is refused there
-  if (nb::hasattr(stream, "cuda_stream")) return stream_from_handle(stream.attr("cuda_stream"));
-  if (nb::hasattr(stream, "__cuda_stream__")) return stream_from_protocol(stream);
-  if (nb::hasattr(stream, "ptr")) return stream_from_handle(stream.attr("ptr"));
+  if (nb::hasattr(stream, "cuda_stream"))
+    return owned_by(stream, stream_from_handle(stream.attr("cuda_stream")));
+  if (nb::hasattr(stream, "__cuda_stream__")) return owned_by(stream, stream_from_protocol(stream));
+  if (nb::hasattr(stream, "ptr")) return owned_by(stream, stream_from_handle(stream.attr("ptr")));
   throw TypeError(
       "stream: expected None, an int handle, or an object with cuda_stream, ptr or "
       "__cuda_stream__, got " +
@@ -48,7 +68,7 @@ std::optional<Stream> stream_arg(nb::handle stream) {
 
 Stream current_cupy_stream(int device_index) {
   nb::object stream = nb::module_::import_("cupy.cuda").attr("get_current_stream")(device_index);
-  return stream_from_handle(stream.attr("ptr"));
+  return owned_by(stream, stream_from_handle(stream.attr("ptr")));
 }
 
 Stream current_torch_stream(int device_index) {

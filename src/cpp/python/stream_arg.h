@@ -23,9 +23,11 @@ inline std::uintptr_t dlpack_handle(Stream stream) {
   return handle == 0 ? 1 : handle;
 }
 
-/// None, an int handle, or an object with cuda_stream, ptr or __cuda_stream__. TypeError and
-/// ValueError name `stream`.
+/// None, an int handle, or an object with cuda_stream, ptr or __cuda_stream__, which the result
+/// keeps alive. TypeError and ValueError name `stream`.
 std::optional<Stream> stream_arg(nanobind::handle stream);
+/// The same for a call on one device: ValueError for a stream on the CPU.
+std::optional<Stream> stream_arg(nanobind::handle stream, Device device);
 
 /// The stream that CuPy or torch uses now on a device.
 Stream current_cupy_stream(int device_index);

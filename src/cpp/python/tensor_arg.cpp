@@ -221,7 +221,7 @@ void TensorArgs::came_from(Device device, Stream producer) {
   // An array on another device than the first is refused later; its stream is of no use here.
   if (device_ && *device_ != device) return;
   if (same(producer, *chosen_)) return;
-  for (const Stream known : producers_) {
+  for (const Stream& known : producers_) {
     if (same(known, producer)) return;
   }
   producers_.push_back(producer);
@@ -235,7 +235,7 @@ Stream TensorArgs::launch_stream() {
   }
   if (!producers_.empty()) {
     const Backend& backend = backend_for(*device_);
-    for (const Stream producer : producers_)
+    for (const Stream& producer : producers_)
       backend.order(device_->index, chosen_stream(), producer);
   }
   return chosen_stream();

@@ -122,7 +122,7 @@ class TILEDATTN_API TiledAttention {
   /// Fold one tile of KV blocks into the state. `check` waits and throws what the device found.
   void step_tile(const TileArgs& tile, Stream stream = {}, bool check = false);
   /// Write o / l to `out` and m + ln l to `lse` ([B, Hq, Dv] or [B, q_len, Hq, Dv]). The state is
-  /// unchanged.
+  /// unchanged. Without a stream it goes to step_stream().
   void finalize(const Tensor& out, const std::optional<Tensor>& lse = {},
                 std::optional<Stream> stream = {});
 
@@ -135,6 +135,9 @@ class TILEDATTN_API TiledAttention {
   std::optional<DType> dtype() const;
   /// Stream of the last call.
   Stream stream() const;
+  /// Where finalize goes without a stream: that of the step's last step_tile, else of the last
+  /// call.
+  Stream step_stream() const;
   /// Bytes of all buffers of this object.
   std::int64_t nbytes() const;
 
@@ -146,13 +149,14 @@ class TILEDATTN_API TiledAttention {
   /// What keeps the buffers alive when a view outlives the object.
   const Buffer& state_buffer() const;
 
-  /// A copy of the first num_seqs sequences' state.
+  /// A copy of the first num_seqs sequences' state. This and load_state go to the stream of the
+  /// last call unless one is given; later calls on other streams are ordered after them.
   State state(std::optional<Stream> stream = {});
   /// Start a step over state.num_seqs() sequences from this state.
   void load_state(const State& state, std::optional<Stream> stream = {});
 
   /// Wait for the last call and throw what the device found in block ids, counts, slots or
-  /// positions.
+  /// positions. ValueError in a graph capture, which cannot wait.
   void check();
 
  private:

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 
 #include "tiledattn/export.h"
@@ -50,9 +51,11 @@ TILEDATTN_API Device parse_device(const std::string& text);
 TILEDATTN_API Device default_device();
 
 /// A CUDA stream (cudaStream_t) to launch on; the default is the legacy default stream. Ignored on
-/// the CPU.
+/// the CPU. A TiledAttention, State or Workspace remembers the stream that it was last used on, for
+/// later calls to be ordered after it: destroy the stream after them, or give it an `owner`.
 struct Stream {
   void* handle = nullptr;
+  std::shared_ptr<void> owner = {};  ///< remembered with the handle, and keeps the stream alive
 };
 
 /// An array somewhere in memory. Never owns; strides count elements; `data` is the address of the

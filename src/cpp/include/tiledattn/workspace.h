@@ -41,7 +41,7 @@ class TILEDATTN_API Workspace {
 
   /// Hold this while a call uses the workspace; work on `stream` starts after that of the call
   /// before.
-  std::unique_lock<std::mutex> acquire(Stream stream);
+  std::unique_lock<std::mutex> acquire(const Stream& stream);
 
  private:
   Buffer buffer_;
