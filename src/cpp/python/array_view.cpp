@@ -126,6 +126,9 @@ nb::tuple shape_tuple(const Tensor& tensor) {
 
 ArrayView ArrayView::make(const Tensor& shape, Stream stream) {
   const Buffer buffer(shape.device, shape.size() * item_bytes(shape.dtype));
+  // A capture may be all that is left of it when the graph runs.
+  if (!shape.device.is_cpu())
+    backend_for(shape.device).retain_in_capture(shape.device.index, stream, buffer.owner());
   Tensor tensor = shape;
   tensor.data = buffer.data();
   std::int64_t stride = 1;
@@ -141,10 +144,7 @@ ArrayView ArrayView::copied_to(Device device, Stream stream) const {
   shape.device = device;
   ArrayView copy = make(shape, stream);
   const Backend& backend = backend_for(device.is_cpu() ? tensor_.device : device);
-  if (!tensor_.device.is_cpu()) {
-    backend.retain_in_capture(tensor_.device.index, stream, owner_);
-    if (!device.is_cpu()) backend.retain_in_capture(device.index, stream, copy.owner_);
-  }
+  if (!tensor_.device.is_cpu()) backend.retain_in_capture(tensor_.device.index, stream, owner_);
   if (nbytes() > 0)
     backend.copy(copy.tensor_.data, device, tensor_.data, tensor_.device, nbytes(), stream);
   return copy;

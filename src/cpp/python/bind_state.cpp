@@ -106,7 +106,7 @@ nb::any finalize(const State& state, nb::handle sinks, nb::handle stream) {
   const ResultArrays results(args, state.o(), nb::none(), nb::none(), true, framework);
   if (args.given_stream() && state.device().is_cpu())
     throw ValueError("stream: got a stream, but the work is on the CPU; expected None");
-  args.launch_stream();
+  if (sinks_tensor) args.launch_stream();  // to order it after the sinks
   {
     const GilReleased unlocked;
     state.finalize(results.out(), results.lse(), sinks_tensor, args.chosen_stream());
