@@ -10,7 +10,7 @@ file(REMOVE_RECURSE "${work}")
 execute_process(
   COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --component library --prefix "${prefix}"
   OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
-foreach(file IN ITEMS include/tiledattn/tiledattn.h include/tiledattn/c_api.h
+foreach(file IN ITEMS include/tiledattn/tiledattn.h include/tiledattn/c_api.h share/doc/tiledattn/LICENSE
                       ${LIBDIR}/cmake/tiledattn/tiledattnConfig.cmake)
   if(NOT EXISTS "${prefix}/${file}")
     message(FATAL_ERROR "not installed: ${file}")
