@@ -438,7 +438,12 @@ def set_num_threads(num_threads: int) -> None:
     Parameters
     ----------
     num_threads
-        1 or more.
+        1 to 1024.
+
+    Raises
+    ------
+    ValueError
+        For any other number.
 
     Examples
     --------

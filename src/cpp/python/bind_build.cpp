@@ -98,13 +98,7 @@ void bind_build(nb::module_& m) {
       "device"_a.none());
   m.def(
       "set_num_threads",
-      [](nb::handle num_threads) {
-        const std::int64_t wanted = integer_arg(num_threads, "num_threads");
-        if (wanted < 1 || wanted > 4096) {
-          throw ValueError("num_threads: got " + std::to_string(wanted) + "; expected 1 to 4096");
-        }
-        set_num_threads(static_cast<int>(wanted));
-      },
+      [](nb::handle num_threads) { set_num_threads(integer_arg(num_threads, "num_threads")); },
       "num_threads"_a.none());
   m.def("get_num_threads", get_num_threads);
 }
