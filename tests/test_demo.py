@@ -184,7 +184,7 @@ def test_kv_file_layout_on_disk(tmp_path):
     shape = (SMALL.num_layers, 25, 2, SMALL.num_kv_heads, 4, SMALL.head_dim)
     on_disk = np.fromfile(path, np.float16).reshape(shape)
     np.testing.assert_array_equal(on_disk[2, 5, 1, 0, 3], v[23, 0].astype(np.float16))
-    with pytest.raises(DemoError, match=r"--kv-file: .*kv exists"):
+    with pytest.raises(DemoError, match=r"--kv-file: got .*kv, which exists; expected a new file"):
         small_kv(path)
 
 
@@ -360,9 +360,9 @@ def test_demo_exit_code_tells_of_a_failed_verification(monkeypatch, capsys):
     [
         ([], "required: command"),
         (["demo", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
-        (["demo", "--tokens", "0"], "--tokens: '0', wanted an integer >= 1"),
-        (["demo", "--scratch-blocks", "two"], "--scratch-blocks: 'two', wanted an integer >= 1"),
-        (["demo", "--random-weights", "-1"], "--random-weights: '-1', wanted an integer >= 0"),
+        (["demo", "--tokens", "0"], "--tokens: got '0'; expected an integer >= 1"),
+        (["demo", "--scratch-blocks", "two"], "--scratch-blocks: got 'two'; expected an integer >= 1"),
+        (["demo", "--random-weights", "-1"], "--random-weights: got '-1'; expected an integer >= 0"),
         (["demo", "--prompt", "a", "--prompt-file", "b"], "not allowed with argument"),
         (["demo", "--model", "a", "--random-weights", "1"], "not allowed with argument"),
     ],
@@ -381,11 +381,11 @@ def test_errors_of_the_demo_are_messages(capsys, tmp_path, monkeypatch):
     latin.write_bytes(b"caf\xe9")
     taken.write_text("mine")
     for arguments, text in [
-        (["--prompt", "x" * 100], "--prompt or --prompt-file: 100 tokens, at most 99 leave room"),
-        (["--prompt", ""], "--prompt or --prompt-file: holds no text"),
+        (["--prompt", "x" * 100], "--prompt or --prompt-file: got 100 tokens; expected at most 99"),
+        (["--prompt", ""], "--prompt or --prompt-file: got no text; expected"),
         (["--prompt-file", str(tmp_path / "none")], "No such file"),
-        (["--prompt-file", str(latin)], "is not UTF-8 text (unexpected end of data at byte 3)"),
-        (["--prompt", "a", "--kv-file", str(taken)], "taken exists"),
+        (["--prompt-file", str(latin)], "latin.txt with unexpected end of data at byte 3; expected UTF-8"),
+        (["--prompt", "a", "--kv-file", str(taken)], "taken, which exists; expected a new file"),
     ]:
         assert cli.main(["demo", "--random-weights", "0", *arguments]) == 2
         assert text in capsys.readouterr().err

@@ -131,7 +131,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DemoError(
-            f"--prompt-file: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+            f"--prompt-file: got {path} with {error.reason} at byte {error.start}; expected UTF-8 text"
         ) from None
 
 
@@ -149,7 +149,7 @@ def _integer(text: str, *, at_least: int) -> int:
     except ValueError:
         value = at_least - 1
     if value < at_least:
-        raise argparse.ArgumentTypeError(f"{text!r}, wanted an integer >= {at_least}")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer >= {at_least}")
     return value
 
 

@@ -52,11 +52,11 @@ def run(options: DemoOptions) -> int:
     config = model.config
     prompt = tokenizer.encode_chat(options.prompt)
     if not prompt:
-        raise DemoError("--prompt or --prompt-file: holds no text")
+        raise DemoError("--prompt or --prompt-file: got no text; expected one token or more")
     if len(prompt) >= config.context_length:
         raise DemoError(
-            f"--prompt or --prompt-file: {len(prompt)} tokens, "
-            f"at most {config.context_length - 1} leave room for an answer"
+            f"--prompt or --prompt-file: got {len(prompt)} tokens; "
+            f"expected at most {config.context_length - 1}, which leaves room for an answer"
         )
     # The last token that is chosen is never fed back, so it needs no place.
     capacity = min(len(prompt) + options.tokens - 1, config.context_length)

@@ -45,11 +45,13 @@ class GgufFile:
         except ImportError:
             raise DemoError("reading a model needs the package gguf: `pip install gguf`") from None
         if not path.is_file():
-            raise DemoError(f"--model: {path} is not a file")
+            raise DemoError(f"--model: got {path}, which is not a file; expected a GGUF file")
         try:
             self._reader = self._gguf.GGUFReader(path)
         except (ValueError, IndexError) as error:
-            raise DemoError(f"--model: {path} is not a GGUF file ({error})") from error
+            raise DemoError(
+                f"--model: got {path}, which cannot be read ({error}); expected a GGUF file"
+            ) from error
         self._path = path
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._want("general.architecture", "llama")
