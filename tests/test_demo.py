@@ -413,6 +413,15 @@ def test_info_command(capsys):
     assert '"version"' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [[], ["--model", "some.gguf"]], ids=str)
+def test_the_extras_of_the_demo_are_named(arguments, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert cli.main(["demo", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for text in ('`pip install "tiledattn[demo]"`', '`pip install ".[demo]"`', "--random-weights"):
+        assert text in line
+
+
 def test_progress_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     bar = ProgressBar("prompt", 2)
