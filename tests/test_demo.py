@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
 import sys
 
 import compare
 import numpy as np
 import pytest
 import reference
+import tiledattn as ta
 from tiledattn import cli
 from tiledattn.demo import app
 from tiledattn.demo.arrays import arrays_for
@@ -411,6 +415,61 @@ def test_info_command(capsys):
     assert "cpu_isa" in capsys.readouterr().out
     assert cli.main(["info", "--json"]) == 0
     assert '"version"' in capsys.readouterr().out
+
+
+def _tiledattn(*arguments, **environment):
+    """Exit code, stdout and stderr of the command in a process of its own."""
+    command = [sys.executable, "-m", "tiledattn.cli", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_version_option():
+    assert _tiledattn("--version") == (0, f"tiledattn {ta.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "command", [["info"], ["info", "--json"], ["demo", "--random-weights", "1"]], ids=str
+)
+def test_a_wrong_instruction_set_is_one_line(command):
+    code, _, err = _tiledattn(*command, TILEDATTN_CPU_ISA="foo")
+    assert code == 2
+    assert re.fullmatch(
+        rf'tiledattn {command[0]}: error: TILEDATTN_CPU_ISA: got "foo"; expected .*scalar.*\n', err
+    )
+
+
+def test_a_wrong_number_of_threads_is_one_line():
+    code, _, err = _tiledattn("demo", "--random-weights", "1", TILEDATTN_NUM_THREADS="many")
+    assert code == 2
+    assert err == 'tiledattn demo: error: TILEDATTN_NUM_THREADS: got "many"; expected 1 to 1024\n'
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ta.CudaError("cudaMalloc: no\n  such luck"), "cudaMalloc: no; such luck"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("device: got 3"), "device: got 3"),
+        (OSError(28, "No space left"), "[Errno 28] No space left"),
+    ],
+    ids=repr,
+)
+def test_refusals_are_one_line(error, line, capsys, monkeypatch):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr("tiledattn.info", refuse)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == f"tiledattn info: error: {line}\n"
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr("tiledattn.info", lambda: None)
+    with pytest.raises(TypeError):
+        cli.main(["info"])
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model", "some.gguf"]], ids=str)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+import tiledattn as ta
 from tiledattn.demo.arrays import arrays_for
 from tiledattn.demo.attention import PromptAttention, StreamedAttention
 from tiledattn.demo.config import ModelConfig
@@ -47,6 +48,9 @@ def run(options: DemoOptions) -> int:
     DemoError
         For anything that the user can put right: no model, no array library, a prompt that is too long.
     """
+    # Wrong settings in the environment are refused here, not while the text is printed.
+    ta.info()
+    ta.get_num_threads()
     arrays = arrays_for(options.device)
     model, tokenizer = _load(options)
     config = model.config
