@@ -111,7 +111,7 @@ nb::any finalize(const State& state, nb::handle sinks) {
   return results.value();
 }
 
-State merge(const nb::list& states) {
+State merge(const nb::typed<nb::list, State>& states) {
   std::vector<const State*> given;
   for (const nb::handle state : states) given.push_back(nb::cast<const State*>(state));
   const GilReleased unlocked;
