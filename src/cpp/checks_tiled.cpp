@@ -36,6 +36,7 @@ void check_batch(const char* argument, const Tensor& tensor, std::int64_t num_se
 OutputView check_result(const TiledAttentionDims& dims, Device device, std::int64_t num_seqs,
                         std::int64_t q_len, DType q_dtype, const Tensor& out,
                         const std::optional<Tensor>& lse) {
+  check_sizes("out", out);
   check_batch("out", out, num_seqs);
   const bool has_tokens = out.rank == 4;
   if (has_tokens || q_len != 1) {

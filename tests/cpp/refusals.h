@@ -72,6 +72,12 @@ inline Tensor with_stride(Tensor tensor, int axis, std::int64_t stride) {
   return tensor;
 }
 
+/// So far apart that an element's offset in bytes leaves 64 bits.
+inline Tensor far_apart(Tensor tensor) {
+  tensor.strides[0] = std::int64_t{1} << 62;
+  return tensor;
+}
+
 inline Tensor with_size(Tensor tensor, int axis, std::int64_t size) {
   tensor.shape[axis] = size;
   return tensor;

@@ -390,6 +390,147 @@ TEST(write_kv_refusals) {
   check_refusals<WriteKvArgs>(right, [](const WriteKvArgs& a) { write_kv(a); }, refusals, k_pool);
 }
 
+namespace {
+
+/// Each array of a call, moved to an odd address, spread beyond 64 bits, or without memory: refused
+/// by its name.
+template <typename Args>
+void check_memory_refusals(
+    const Args& right, const std::function<void(const Args&)>& call,
+    const std::vector<std::pair<const char*, std::function<Tensor&(Args&)>>>& arrays,
+    const Tensor& out) {
+  std::vector<Refusal<Args>> refusals;
+  for (const auto& [name, array] : arrays) {
+    const auto spoil = [&refusals, &name = name, &array = array](auto change, std::string what,
+                                                                 std::string wanted) {
+      refusals.push_back({Refusal<Args>::kValue,
+                          [array, change](Args& args) { array(args) = change(array(args)); },
+                          {std::string(name) + ":", what, wanted}});
+    };
+    spoil([](Tensor t) { return misaligned(t); }, "address that is not a multiple", "aligned copy");
+    spoil([](Tensor t) { return far_apart(t); }, "strides [4611686018427387904", "less than 4e18");
+    spoil([](Tensor t) { return with_stride(t, 0, INT64_MIN); }, "strides [-9223372036854775808",
+          "less than 4e18");
+    spoil([](Tensor t) { return with_size(t, 0, INT64_MAX); }, "shape [9223372036854775807", "");
+    spoil(
+        [](Tensor t) {
+          t.data = nullptr;
+          return t;
+        },
+        "no data", "an array with memory");
+  }
+  check_refusals<Args>(right, call, refusals, out);
+}
+
+}  // namespace
+
+TEST(memory_that_no_offset_reaches_is_refused) {
+  using Flash = FlashArgs;
+  const Array q(Host({6, 4, 8}, 1), DType::float32, kCpu);
+  const Array k(Host({9, 2, 8}, 1), DType::float32, kCpu);
+  const Array out(Host({6, 4, 8}, 7), DType::float32, kCpu);
+  const Array lse(Host({6, 4}, 7), DType::float32, kCpu);
+  Flash flash;
+  flash.q = q;
+  flash.k = flash.v = k;
+  flash.out = out;
+  flash.lse = lse.tensor();
+  flash.cu_seqlens_q = numbers({0, 2, 6});
+  flash.cu_seqlens_k = numbers({0, 4, 9});
+  check_memory_refusals<Flash>(
+      flash, [](const Flash& a) { flash_attention(a); },
+      {{"q", [](Flash& a) -> Tensor& { return a.q; }},
+       {"k", [](Flash& a) -> Tensor& { return a.k; }},
+       {"v", [](Flash& a) -> Tensor& { return a.v; }},
+       {"out", [](Flash& a) -> Tensor& { return a.out; }},
+       {"lse", [](Flash& a) -> Tensor& { return *a.lse; }},
+       {"cu_seqlens_q", [](Flash& a) -> Tensor& { return *a.cu_seqlens_q; }},
+       {"cu_seqlens_k", [](Flash& a) -> Tensor& { return *a.cu_seqlens_k; }}},
+      out);
+
+  using Paged = PagedArgs;
+  const Array pool(Host({5, 4, 2, 8}, 1), DType::float32, kCpu);
+  const Array paged_out(Host({6, 4, 8}, 7), DType::float32, kCpu);
+  Paged paged;
+  paged.q = q;
+  paged.k_pool = paged.v_pool = pool;
+  paged.block_table = numbers({1, 3, 0, 4, 2, 0}, {2, 3});
+  paged.seq_lens = numbers({5, 9});
+  paged.cu_seqlens_q = numbers({0, 2, 6});
+  paged.out = paged_out;
+  check_memory_refusals<Paged>(
+      paged, [](const Paged& a) { paged_attention(a); },
+      {{"k_pool", [](Paged& a) -> Tensor& { return a.k_pool; }},
+       {"v_pool", [](Paged& a) -> Tensor& { return a.v_pool; }},
+       {"block_table", [](Paged& a) -> Tensor& { return a.block_table; }},
+       {"seq_lens", [](Paged& a) -> Tensor& { return a.seq_lens; }},
+       {"cu_seqlens_q", [](Paged& a) -> Tensor& { return *a.cu_seqlens_q; }}},
+      paged_out);
+
+  using Write = WriteKvArgs;
+  const Array kv(Host({3, 2, 8}, 1), DType::float32, kCpu);
+  const Array k_pool(Host({5, 4, 2, 8}, 7), DType::float32, kCpu);
+  const Array v_pool(Host({5, 4, 2, 8}, 7), DType::float32, kCpu);
+  Write write;
+  write.k = write.v = kv;
+  write.k_pool = k_pool;
+  write.v_pool = v_pool;
+  write.slot_mapping = numbers({0, 19, -1});
+  check_memory_refusals<Write>(
+      write, [](const Write& a) { write_kv(a); },
+      {{"k", [](Write& a) -> Tensor& { return a.k; }},
+       {"v", [](Write& a) -> Tensor& { return a.v; }},
+       {"k_pool", [](Write& a) -> Tensor& { return a.k_pool; }},
+       {"v_pool", [](Write& a) -> Tensor& { return a.v_pool; }},
+       {"slot_mapping", [](Write& a) -> Tensor& { return a.slot_mapping; }}},
+      k_pool);
+
+  struct Merge {
+    Tensor out_a, lse_a, out_b, lse_b, out, lse;
+  };
+  const Array a(Host({2, 3, 8}, 1), DType::float32, kCpu);
+  const Array lse_a(Host({2, 3}), DType::float32, kCpu);
+  const Array merged(Host({2, 3, 8}, 7), DType::float32, kCpu);
+  const Array merged_lse(Host({2, 3}, 7), DType::float32, kCpu);
+  const Merge merge{a, lse_a, a, lse_a, merged, merged_lse};
+  check_memory_refusals<Merge>(
+      merge,
+      [](const Merge& x) { merge_attention(x.out_a, x.lse_a, x.out_b, x.lse_b, x.out, x.lse, 2); },
+      {{"out_a", [](Merge& x) -> Tensor& { return x.out_a; }},
+       {"lse_a", [](Merge& x) -> Tensor& { return x.lse_a; }},
+       {"out_b", [](Merge& x) -> Tensor& { return x.out_b; }},
+       {"lse_b", [](Merge& x) -> Tensor& { return x.lse_b; }},
+       {"out", [](Merge& x) -> Tensor& { return x.out; }},
+       {"lse", [](Merge& x) -> Tensor& { return x.lse; }}},
+      merged);
+}
+
+TEST(sizes_whose_product_no_array_has_are_refused) {
+  const Array q(Host({1, 1, 1, 8}, 1), DType::float32, kCpu);
+  const Array out(Host({1, 1, 1, 8}, 7), DType::float32, kCpu);
+  FlashArgs args;
+  args.q = args.k = args.v = q;
+  args.out = out;
+  for (Tensor* wide : {&args.q, &args.k, &args.v}) {
+    const Tensor before = *wide;
+    for (const int axis : {0, 1}) {
+      wide->shape[axis] = std::int64_t{1} << 32;  // the product of all is 0 modulo 2^64
+      wide->strides[axis] = 0;
+    }
+    CHECK_THROWS(ValueError, flash_attention(args), "shape [4294967296, 4294967296, 1, 8]",
+                 "less than 4e18 elements");
+    CHECK(wide->size() == INT64_MAX);
+    wide->shape[2] = 0;
+    CHECK(wide->size() == 0);
+    CHECK_THROWS(ValueError, flash_attention(args), "shape [4294967296, 4294967296, 0, 8]",
+                 "less than 4e18 elements");
+    *wide = before;
+  }
+  args.out.rank = Tensor::kMaxRank + 3;
+  CHECK_THROWS(ValueError, flash_attention(args), "out", "9 dimensions", "0 to 6");
+  for (const float value : download(out).values) CHECK(value == 7);
+}
+
 TEST(names_and_devices_as_text) {
   CHECK(to_string(DType::bfloat16) == "bfloat16");
   CHECK(to_string(DType::float8_e4m3fn) == "float8_e4m3fn");
