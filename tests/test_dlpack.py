@@ -303,6 +303,32 @@ def test_shapes_whose_size_leaves_64_bits_are_refused():
             ta.flash_attention(q, huge, v)
 
 
+@pytest.mark.parametrize(
+    ("says", "device"),
+    [((capsules.CUDA, 0), (capsules.CPU, 0)), ((capsules.CPU, 0), (capsules.CUDA, 0))],
+    ids=["says cuda", "says cpu"],
+)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_device_that_the_capsule_contradicts_is_refused(says, device, name):
+    """The stream was chosen for one device and the data would be read on another."""
+    q, k, v = _qkv()
+    arrays = {"q": q, "k": k, "v": v, "out": np.full_like(q, 7.0)}
+    maker = capsules.Producer(arrays[name], says=says, device=device)
+    with pytest.raises(ValueError, match=rf"{name}: its __dlpack_device__\(\) says .*, but its capsule"):
+        ta.flash_attention(**{**arrays, name: maker})
+    assert (arrays["out"] == 7.0).all()
+    gc.collect()
+    assert maker.deleted == 1
+
+
+@pytest.mark.parametrize("says", [None, 1, (1,), ("cpu", 0), (1, 0, 0), (1.5, 0)], ids=str)
+def test_a_device_that_is_no_pair_of_numbers_is_refused(says):
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, says=() if says is None else says)
+    with pytest.raises(TypeError, match=r"k: .*__dlpack_device__\(\) gave .*pair of numbers"):
+        ta.flash_attention(q, maker, v)
+
+
 def test_other_byte_order_is_refused():
     q, k, v = _qkv()
     with pytest.raises((TypeError, BufferError, ValueError), match="k"):
