@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import struct
 
 import calls
@@ -320,6 +321,12 @@ def test_merge_attention_errors(cpu):
         ta.merge_attention(out, lse, out, lse.astype(np.float64))
     with pytest.raises(TypeError, match="out_b"):
         ta.merge_attention(out, lse, out.astype(np.float16), lse)
-    for base in (0.0, -2.0, 1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="lse_base"):
+    for base in (0.0, -2.0, 1.0, 1 - 1e-9, math.nan, math.inf, -math.inf):
+        said = rf"lse_base: got {re.escape(f'{base:.9g}')}; expected a finite base over 1"
+        with pytest.raises(ValueError, match=said):
+            ta.merge_attention(out, lse, out, lse, lse_base=base)
+    for base in (math.nextafter(1, 2), 1e308):
+        assert np.isfinite(ta.merge_attention(out, lse, out, lse, lse_base=base)[0]).all()
+    for base in ("2", None, [2.0]):
+        with pytest.raises(TypeError, match="lse_base: expected a number"):
             ta.merge_attention(out, lse, out, lse, lse_base=base)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 
 namespace tiledattn {
@@ -73,6 +74,15 @@ void check_no_overlap(const char* argument, const Tensor& tensor) {
 }
 
 }  // namespace
+
+std::string number_to_string(double number) {
+  char text[32];
+  int digits = 6;
+  do {
+    std::snprintf(text, sizeof text, "%.*g", digits, number);
+  } while (++digits <= 17 && std::strtod(text, nullptr) != number);
+  return text;
+}
 
 void check_sizes(const char* argument, const Tensor& tensor) {
   if (tensor.rank < 0 || tensor.rank > Tensor::kMaxRank) {

@@ -26,6 +26,9 @@ constexpr std::int64_t kAnySize = -1;
 [[noreturn]] void refuse(const std::string& argument, const std::string& got,
                          const std::string& expected);
 
+/// As few digits as tell the number from its neighbours: "0.1", "1e-60", "nan".
+std::string number_to_string(double number);
+
 /// A rank and sizes that an array can have, and elements that 64 bits can count.
 void check_sizes(const char* argument, const Tensor& tensor);
 void check_rank(const char* argument, const Tensor& tensor, int rank, const char* shape);

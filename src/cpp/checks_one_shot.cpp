@@ -240,7 +240,7 @@ MergeAttentionProblem check_merge_attention(const Tensor& out_a, const Tensor& l
                                             const Tensor& out_b, const Tensor& lse_b,
                                             const Tensor& out, const Tensor& lse, double lse_base) {
   if (!(lse_base > 1) || !std::isfinite(lse_base)) {
-    refuse("lse_base", std::to_string(lse_base), "a finite base over 1, such as math.e or 2");
+    refuse("lse_base", number_to_string(lse_base), "a finite base over 1, such as math.e or 2");
   }
   check_attention_input("out_a", out_a);
   if (out_a.rank < 1 || out_a.rank > 4) {

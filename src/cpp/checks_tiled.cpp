@@ -168,7 +168,7 @@ TiledAttentionDims TiledAttentionDims::validated() const {
     refuse("dims.block_size", std::to_string(block_size), "blocks of less than 4e18 elements");
   }
   if (state > limit)
-    refuse("dims", "a state of " + std::to_string(state) + " bytes", "less than 4e18 bytes");
+    refuse("dims", "a state of " + number_to_string(state) + " bytes", "less than 4e18 bytes");
   if (keys > static_cast<double>(kMaxPosition)) {
     refuse("dims.tile_capacity",
            std::to_string(tile_capacity) + " blocks of " + std::to_string(block_size) + " slots",

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every refusal of every argument of the calls without an object.
+#include "check_tensor.h"
 #include "refusals.h"
 
 using namespace tiledattn;
@@ -81,7 +82,7 @@ TEST(flash_attention_refusals) {
        {"softmax_scale", "inf", "finite"}},
       {R::kValue, [](auto& a) { a.score.softcap = -1; }, {"softcap", "-1", ">= 0"}},
       {R::kValue, [](auto& a) { a.score.softcap = kNan; }, {"softcap", "nan", ">= 0"}},
-      {R::kValue, [](auto& a) { a.score.softcap = 1e-60; }, {"softcap", "float32"}},
+      {R::kValue, [](auto& a) { a.score.softcap = 1e-60; }, {"softcap", "1e-60", "float32"}},
       {R::kValue, [](auto& a) { a.q.shape[0] = -2; }, {"q", "-2", "sizes >= 0"}},
       {R::kValue, [](auto& a) { a.q.data = nullptr; }, {"q", "no data"}},
       {R::kValue, [](auto& a) { a.score.window.left = -1; }, {"window", "left", "-1", ">= 0"}},
@@ -529,6 +530,16 @@ TEST(sizes_whose_product_no_array_has_are_refused) {
   args.out.rank = Tensor::kMaxRank + 3;
   CHECK_THROWS(ValueError, flash_attention(args), "out", "9 dimensions", "0 to 6");
   for (const float value : download(out).values) CHECK(value == 7);
+}
+
+TEST(numbers_as_text) {
+  CHECK(number_to_string(2) == "2");
+  CHECK(number_to_string(-0.5) == "-0.5");
+  CHECK(number_to_string(0.1) == "0.1");
+  CHECK(number_to_string(1e-60) == "1e-60");
+  CHECK(number_to_string(1 + 1e-15) == "1.000000000000001");
+  CHECK(number_to_string(static_cast<double>(kInf)) == "inf");
+  CHECK(number_to_string(std::nan("")) == "nan");
 }
 
 TEST(names_and_devices_as_text) {
