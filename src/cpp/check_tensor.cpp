@@ -198,8 +198,9 @@ IndexView check_index(const char* argument, const Tensor& tensor, Device device,
 }
 
 void check_head_dim(const std::string& argument, std::int64_t head_dim) {
-  if (head_dim < 1 || head_dim > 256)
-    refuse(argument, "head dimension " + std::to_string(head_dim), "1 to 256");
+  if (head_dim >= 1 && head_dim <= kMaxHeadDim) return;
+  refuse(argument, "head dimension " + std::to_string(head_dim),
+         "1 to " + std::to_string(kMaxHeadDim));
 }
 
 void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,

@@ -149,8 +149,8 @@ TiledAttentionDims TiledAttentionDims::validated() const {
   check_size("tile_capacity", tile_capacity);
   check_size("max_q_len", max_q_len);
   check_size("head_dim_v", dims.head_dim_v);
-  if (head_dim > 256) refuse("dims.head_dim", std::to_string(head_dim), "1 to 256");
-  if (dims.head_dim_v > 256) refuse("dims.head_dim_v", std::to_string(dims.head_dim_v), "1 to 256");
+  check_head_dim("dims.head_dim", head_dim);
+  check_head_dim("dims.head_dim_v", dims.head_dim_v);
   if (num_q_heads % num_kv_heads != 0) {
     refuse("dims.num_q_heads", std::to_string(num_q_heads),
            "a multiple of num_kv_heads = " + std::to_string(num_kv_heads));

@@ -19,6 +19,8 @@
 
 namespace tiledattn {
 
+/// The largest head_dim and head_dim_v of attention.
+constexpr std::int64_t kMaxHeadDim = 256;
 /// Positions stay below this, so that sums of two of them and a window fit 64 bits.
 constexpr std::int64_t kMaxPosition = std::int64_t{1} << 60;
 /// A window side without a bound.

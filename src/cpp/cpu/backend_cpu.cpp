@@ -58,9 +58,10 @@ ResultRow result_at(const OutputView& view, std::int64_t i, std::int64_t j, std:
 /// One row of merge_attention, `scale` * lse being the natural logarithm; returns the lse.
 float merge_results(const MergeAttentionProblem& p, const ResultRow& a, const ResultRow& b,
                     void* out) {
+  constexpr std::int64_t kPart = 256;  // elements at a time: these rows may have any length
   const auto convert = [&](const void* from, double weight, float* to, std::int64_t first,
                            std::int64_t count) {
-    float row[256];
+    float row[kPart];
     cpu::load_row(cpu::advance(from, first, p.out.dtype), p.out.dtype, count, row);
     for (std::int64_t d = 0; d < count; ++d)
       to[d] += static_cast<float>(weight * static_cast<double>(row[d]));
@@ -82,9 +83,9 @@ float merge_results(const MergeAttentionProblem& p, const ResultRow& a, const Re
   const double weight_a = std::exp(lse_a - top);
   const double weight_b = std::exp(lse_b - top);
   const double total = weight_a + weight_b;
-  for (std::int64_t first = 0; first < p.head_dim_v; first += 256) {
-    const std::int64_t count = std::min<std::int64_t>(256, p.head_dim_v - first);
-    float sum[256] = {};
+  for (std::int64_t first = 0; first < p.head_dim_v; first += kPart) {
+    const std::int64_t count = std::min(kPart, p.head_dim_v - first);
+    float sum[kPart] = {};
     convert(a.out, weight_a / total, sum, first, count);
     convert(b.out, weight_b / total, sum, first, count);
     cpu::store_row(sum, count, p.out.dtype, cpu::advance(out, first, p.out.dtype));

@@ -11,6 +11,7 @@
 
 #include "array_view.h"
 #include "bindings.h"
+#include "check_tensor.h"
 #include "gil.h"
 #include "result_arrays.h"
 #include "scalar_arg.h"
@@ -45,7 +46,7 @@ TiledAttentionDims make_dims(nb::handle max_seqs, nb::handle num_q_heads, nb::ha
   dims.max_q_len = integer_arg(max_q_len, "dims.max_q_len");
   // 0 would mean "like head_dim" to validated().
   const std::optional<std::int64_t> value_dim = optional_integer_arg(head_dim_v, "dims.head_dim_v");
-  if (value_dim && *value_dim == 0) throw ValueError("dims.head_dim_v: got 0; expected 1 to 256");
+  if (value_dim) check_head_dim("dims.head_dim_v", *value_dim);
   dims.head_dim_v = value_dim.value_or(0);
   return dims.validated();
 }
