@@ -213,11 +213,6 @@ void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
          "a multiple of the KV heads");
 }
 
-void check_attention_input(const char* argument, const Tensor& tensor) {
-  check_attention_dtype(argument, tensor);
-  check_layout(argument, tensor);
-}
-
 void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner) {
   if (out.dtype != q_dtype && out.dtype != DType::float32) {
     throw TypeError("out: dtype is " + to_string(out.dtype) + "; expected " + to_string(q_dtype) +

@@ -53,8 +53,6 @@ void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
                      std::int64_t num_kv_heads);
 void check_head_dim(const std::string& argument, std::int64_t head_dim);
 
-/// The checks of an array of q's kind (q, k, v, pools): type, layout.
-void check_attention_input(const char* argument, const Tensor& tensor);
 /// The checks of `out`: type of q or float32, device, layout.
 void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner);
 /// The checks of `lse`: float32 with the shape out.shape[:-1].

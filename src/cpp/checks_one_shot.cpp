@@ -242,7 +242,7 @@ MergeAttentionProblem check_merge_attention(const Tensor& out_a, const Tensor& l
   if (!(lse_base > 1) || !std::isfinite(lse_base)) {
     refuse("lse_base", number_to_string(lse_base), "a finite base over 1, such as math.e or 2");
   }
-  check_attention_input("out_a", out_a);
+  check_attention_dtype("out_a", out_a);
   if (out_a.rank < 1 || out_a.rank > 4) {
     refuse("out_a", "shape " + shape_to_string(out_a),
            "1 to 4 dimensions, the last one head_dim_v");
