@@ -279,6 +279,15 @@ def test_step_order_and_sizes(cpu):
     _refused(ValueError, ["out", 63, 64], attn.finalize, out=_f(2, 4, 63))
 
 
+@pytest.mark.parametrize("workspace", [3, "big", 1 << 20, np.zeros(4), ta.Workspace], ids=str)
+def test_workspace_type(workspace, cpu):
+    qkv, _ = cases.Flash("").make("float32")
+    parts = ["workspace", "Workspace", type(workspace).__name__]
+    _refused(TypeError, parts, calls.run_flash, cpu, qkv, workspace=workspace)
+    data = cases.Paged("").make("float32")
+    _refused(TypeError, parts, calls.run_paged, cpu, data, workspace=workspace)
+
+
 @pytest.mark.parametrize("max_seqs", [2**42, 2**62])
 def test_more_memory_than_there_is(max_seqs, device):
     """A MemoryError with the number of bytes, or a ValueError where bytes do not even fit 64 bits."""
