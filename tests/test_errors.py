@@ -279,6 +279,52 @@ def test_step_order_and_sizes(cpu):
     _refused(ValueError, ["out", 63, 64], attn.finalize, out=_f(2, 4, 63))
 
 
+def test_calls_before_begin_step_say_so(cpu):
+    data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9)), tile_blocks=(3,)).make("float32")
+    attn = calls.make_attention(cpu, data)
+    _refused(ValueError, ["q", 2, 0, "call begin_step"], calls.step, cpu, attn, data, data.tiles[0])
+    _refused(ValueError, ["out", 2, 0, "call begin_step"], attn.finalize, out=_f(2, 4, 64))
+    assert attn.finalize().shape == (0, 4, 64)  # as after begin_step(0)
+    attn.begin_step(2)
+    calls.step(cpu, attn, data, data.tiles[0])
+    with pytest.raises(ValueError) as caught:  # a step of another size needs no such hint
+        attn.finalize(out=_f(3, 4, 64))
+    assert "call begin_step" not in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_result_before_begin_step_on_a_gpu(gpu):
+    attn = calls.make_attention(gpu, cases.Tiled("", cases.Paged("")).make("float32"))
+    _refused(ValueError, ["out", "None", "begin_step"], attn.finalize)
+
+
+@pytest.mark.parametrize("pool", [None, [1], [[1.0]], 3, "pool", object()], ids=str)
+def test_scratch_pool_views_take_an_array(pool):
+    _refused(TypeError, ["pool", "array", type(pool).__name__], ta.scratch_pool_views, pool)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3, 5), (4, 3, 2, 5, 8), ()])
+def test_scratch_pool_views_take_a_scratch_pool(shape):
+    _refused(ValueError, ["pool", *shape, "num_slots"], ta.scratch_pool_views, _f(*shape))
+
+
+@pytest.mark.parametrize("states", [None, 3, object()], ids=str)
+def test_merge_states_takes_a_sequence(states):
+    _refused(TypeError, ["states", "State", type(states).__name__], ta.merge_states, states)
+
+
+def test_merge_states_takes_one_state_or_more(cpu):
+    attn = calls.make_attention(cpu, cases.Tiled("", cases.Paged("")).make("float32"))
+    state = attn.state()
+    _refused(TypeError, ["states", "sequence", "State"], ta.merge_states, state)
+    for none in ([], (), iter([])):
+        _refused(ValueError, ["states", "empty", "one state or more"], ta.merge_states, none)
+    for bad in (None, 1, attn):
+        _refused(TypeError, ["states[1]", "State", type(bad).__name__], ta.merge_states, [state, bad])
+    _refused(TypeError, ["states[0]", "State", "str"], ta.merge_states, "ab")
+    assert ta.merge_states(iter([state, state])).num_seqs == 0
+
+
 @pytest.mark.parametrize("workspace", [3, "big", 1 << 20, np.zeros(4), ta.Workspace], ids=str)
 def test_workspace_type(workspace, cpu):
     qkv, _ = cases.Flash("").make("float32")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from . import _core
 from ._types import Array, DeviceLike
@@ -159,7 +159,7 @@ def merge_states(states: Sequence[State]) -> State:
     Raises
     ------
     TypeError
-        When an entry is not a State.
+        For anything but a sequence, or an entry that is not a State.
     ValueError
         When there is none, or sizes or devices differ.
 
@@ -176,6 +176,8 @@ def merge_states(states: Sequence[State]) -> State:
     >>> ta.merge_states([state, state]).num_seqs
     0
     """
+    if not isinstance(states, Iterable):
+        raise TypeError(f"states: expected a sequence of State, got {type(states).__name__}")
     cores = []
     for i, state in enumerate(states):
         if not isinstance(state, State):

@@ -29,7 +29,8 @@ void check_batch(const char* argument, const Tensor& tensor, std::int64_t num_se
   if (tensor.rank > 0 && tensor.shape[0] == num_seqs) return;
   const std::string got =
       tensor.rank > 0 ? std::to_string(tensor.shape[0]) + " sequences" : "a scalar";
-  refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step");
+  const char* hint = num_seqs == 0 ? " (call begin_step first)" : "";
+  refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step" + hint);
 }
 
 /// out [B, Hq, Dv] or [B, q_len, Hq, Dv] and lse, as a view.

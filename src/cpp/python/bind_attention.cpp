@@ -89,8 +89,7 @@ class BoundAttention {
     if (!dtype && !core_->device().is_cpu()) {
       throw ValueError(
           "out: got None before the first tile of the step, when there is no q whose framework "
-          "could make it; pass an "
-          "array");
+          "could make it; expected an array (or begin_step and step_tile first)");
     }
     const std::int64_t q_len = q_rank_ != 0 ? core_->q_len() : dims.max_q_len;
     const bool has_tokens = q_rank_ == 4 || (q_rank_ == 0 && dims.max_q_len > 1);
