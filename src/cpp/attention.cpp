@@ -147,6 +147,7 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
     self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
     self.fresh = false;
   }
+  if (!self.step.fixed) self.step.has_tokens = tile.q.rank == 4;
   self.step.fixed = true;
   self.step.q_len = problem.q_len;
   self.step.dtype = problem.q.dtype;

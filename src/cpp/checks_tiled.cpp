@@ -33,14 +33,13 @@ void check_batch(const char* argument, const Tensor& tensor, std::int64_t num_se
   refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step" + hint);
 }
 
-/// out [B, Hq, Dv] or [B, q_len, Hq, Dv] and lse, as a view.
+/// out [B, Hq, Dv], or [B, q_len, Hq, Dv] where q has tokens, and lse, as a view.
 OutputView check_result(const TiledAttentionDims& dims, Device device, std::int64_t num_seqs,
-                        std::int64_t q_len, DType q_dtype, const Tensor& out,
+                        std::int64_t q_len, bool has_tokens, DType q_dtype, const Tensor& out,
                         const std::optional<Tensor>& lse) {
   check_sizes("out", out);
   check_batch("out", out, num_seqs);
-  const bool has_tokens = out.rank == 4;
-  if (has_tokens || q_len != 1) {
+  if (has_tokens) {
     check_shape("out", out,
                 {{"num_seqs", num_seqs},
                  {"q_len", q_len},
@@ -237,7 +236,7 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
   check_positions(p, options, device, tile);
   set_score(p, options);
   if (tile.out) {
-    p.out = check_result(dims, device, p.num_seqs, q_len, q.dtype, *tile.out, tile.lse);
+    p.out = check_result(dims, device, p.num_seqs, q_len, has_tokens, q.dtype, *tile.out, tile.lse);
   } else if (tile.lse) {
     refuse("lse", "an array without out",
            "out as well: lse is written with the result of the last tile");
@@ -251,8 +250,10 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   // empty.
   std::int64_t q_len = step.q_len;
   DType q_dtype = step.dtype;
+  bool has_tokens = step.has_tokens || step.q_len != 1;
   if (!step.fixed) {
-    q_len = out.rank == 4 ? out.shape[1] : 1;
+    has_tokens = out.rank == 4;
+    q_len = has_tokens ? out.shape[1] : 1;
     q_dtype = out.dtype;
     check_attention_dtype("out", out);
     if (q_len > dims.max_q_len) {
@@ -265,7 +266,7 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   p.q_len = q_len;
   p.num_q_heads = dims.num_q_heads;
   p.head_dim_v = dims.value_dim();
-  p.out = check_result(dims, device, step.num_seqs, q_len, q_dtype, out, lse);
+  p.out = check_result(dims, device, step.num_seqs, q_len, has_tokens, q_dtype, out, lse);
   return p;
 }
 

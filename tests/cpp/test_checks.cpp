@@ -69,6 +69,9 @@ TEST(flash_attention_refusals) {
        {"out", "[1, 3, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.lse = shortened(*a.lse); }, {"lse", "[1, 3, 4]", "[2, 3, 4]"}},
       {R::kValue, [](auto& a) { a.lse = flattened(*a.lse); }, {"lse", "[2, 3]", "[2, 3, 4]"}},
+      {R::kValue,
+       [](auto& a) { a.out = without_tokens(a.out); },
+       {"out", "[2, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.k = on(a.k, kGpu); }, {"k", "cuda:0", "cpu"}},
       {R::kValue, [](auto& a) { a.v = on(a.v, kGpu); }, {"v", "cuda:0", "cpu"}},
       {R::kValue, [](auto& a) { a.out = on(a.out, kGpu); }, {"out", "cuda:0", "cpu"}},
@@ -134,6 +137,9 @@ TEST(packed_flash_attention_refusals) {
        [](auto& a) { a.cu_seqlens_q = with_size(*a.cu_seqlens_q, 0, 0); },
        {"cu_seqlens_q", "no entries", "num_seqs + 1"}},
       {R::kValue, [](auto& a) { a.k = flattened(a.k); }, {"k", "[9, 2]", "total"}},
+      {R::kValue,
+       [](auto& a) { a.out = with_tokens(a.out); },
+       {"out", "[6, 1, 4, 8]", "[6, 4, 8]"}},
       {R::kValue, [](auto& a) { a.v = shortened(a.v); }, {"v", "[8, 2, 8]", "total_k=9"}},
       {R::kValue,
        [](auto& a) { a.cu_seqlens_q = numbers({1, 2, 6}); },
@@ -237,6 +243,23 @@ TEST(paged_attention_refusals) {
        [](auto& a) { a.out = shortened(a.out); },
        {"out", "[1, 3, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.lse = flattened(*a.lse); }, {"lse", "[2, 3]", "[2, 3, 4]"}},
+      {R::kValue,
+       [](auto& a) { a.out = without_tokens(with_size(a.out, 1, 1)); },
+       {"out", "[2, 4, 6]", "[2, 3, 4, 6]"}},
+      {R::kValue,
+       [](auto& a) {  // q of one token as [B, 1, Hq, D]
+         a.q = with_size(a.q, 1, 1);
+         a.out = without_tokens(a.out);
+         a.lse.reset();
+       },
+       {"out", "[2, 4, 6]", "[2, 1, 4, 6]"}},
+      {R::kValue,
+       [](auto& a) {  // and as [B, Hq, D]
+         a.q = without_tokens(a.q);
+         a.out = with_size(a.out, 1, 1);
+         a.lse.reset();
+       },
+       {"out", "[2, 1, 4, 6]", "[2, 4, 6]"}},
       {R::kValue,
        [](auto& a) { a.cu_seqlens_q = numbers({0, 2}); },
        {"q", "[2, 3, 4, 8]", "total_q"}},
