@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "checks.h"
+#include "cpu/allocate.h"
 #include "cpu/attend.h"
 #include "cpu/convert.h"
 #include "cpu/isa.h"
@@ -117,8 +118,7 @@ class CpuBackend final : public Backend {
         madvise(memory, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);
 #endif
     }
-    if (memory == nullptr)
-      throw MemoryError("cpu: could not allocate " + std::to_string(bytes) + " bytes");
+    if (memory == nullptr) cpu::throw_no_memory(std::to_string(bytes));
     return {memory, std::free};
   }
 
