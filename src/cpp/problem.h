@@ -317,6 +317,19 @@ TILEDATTN_HOST_DEVICE Fault check_sequence(const AttentionProblem& p, std::int64
   return fault;
 }
 
+/// What is wrong with the only entry of a cu_seqlens without sequences.
+TILEDATTN_HOST_DEVICE Fault check_no_sequences(const AttentionProblem& p) {
+  Fault fault;
+  if (p.num_seqs > 0) return fault;
+  if (p.packed_q()) {
+    fault = detail::out_of_range(FaultArgument::cu_seqlens_q, 0, -1, p.cu_seqlens_q.at(0), 0, 0);
+  }
+  if (!fault.found() && p.key_source == KeySource::packed) {
+    fault = detail::out_of_range(FaultArgument::cu_seqlens_k, 0, -1, p.cu_seqlens_k.at(0), 0, 0);
+  }
+  return fault;
+}
+
 /// The columns of the table that sequence `s` reads: those with a key that some query token sees.
 TILEDATTN_HOST_DEVICE KeyRange table_columns(const AttentionProblem& p, const Sequence& s) {
   if (!p.table.given() || s.q_len == 0) return {0, 0};

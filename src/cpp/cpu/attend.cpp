@@ -143,11 +143,8 @@ class Attention {
 };
 
 void Attention::check() const {
-  if (p_.packed_q() && p_.num_seqs == 0) {
-    const Fault fault =
-        detail::out_of_range(FaultArgument::cu_seqlens_q, 0, -1, p_.cu_seqlens_q.at(0), 0, 0);
-    if (fault.found()) throw_fault(fault);
-  }
+  const Fault no_sequences = check_no_sequences(p_);
+  if (no_sequences.found()) throw_fault(no_sequences);
   for (std::int64_t b = 0; b < p_.num_seqs; ++b) {
     const Fault fault = check_sequence(p_, b);
     if (fault.found()) throw_fault(fault);
