@@ -342,7 +342,9 @@ def test_a_result_before_begin_step_on_a_gpu(gpu):
     _refused(ValueError, ["out", "None", "begin_step"], attn.finalize)
 
 
-@pytest.mark.parametrize("pool", [None, [1], [[1.0]], 3, "pool", object()], ids=str)
+@pytest.mark.parametrize(
+    "pool", [None, [1], [[1.0]], 3, "pool", object()], ids=lambda given: type(given).__name__
+)
 def test_scratch_pool_views_take_an_array(pool):
     _refused(TypeError, ["pool", "array", type(pool).__name__], ta.scratch_pool_views, pool)
 
@@ -352,7 +354,7 @@ def test_scratch_pool_views_take_a_scratch_pool(shape):
     _refused(ValueError, ["pool", *shape, "num_slots"], ta.scratch_pool_views, _f(*shape))
 
 
-@pytest.mark.parametrize("states", [None, 3, object()], ids=str)
+@pytest.mark.parametrize("states", [None, 3, object()], ids=lambda given: type(given).__name__)
 def test_merge_states_takes_a_sequence(states):
     _refused(TypeError, ["states", "State", type(states).__name__], ta.merge_states, states)
 
