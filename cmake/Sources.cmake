@@ -28,6 +28,7 @@ set(tiledattn_core_sources
     src/cpp/one_shot.cpp
     src/cpp/plan.cpp
     src/cpp/state.cpp
+    src/cpp/stream/host_copy_queue.cpp
     src/cpp/tensor.cpp
     src/cpp/workspace.cpp)
 
@@ -36,6 +37,7 @@ set(tiledattn_cuda_sources
     src/cuda/attend.cpp
     src/cuda/backend_cuda.cpp
     src/cuda/capture.cpp
+    src/cuda/cuda_copy_queue.cpp
     src/cuda/decode/decode_combine.cu
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu
@@ -43,6 +45,7 @@ set(tiledattn_cuda_sources
     src/cuda/devices.cpp
     src/cuda/fault_log.cpp
     src/cuda/memory.cpp
+    src/cuda/pin_host.cpp
     src/cuda/merge/merge.cu
     src/cuda/prefill/inst/prefill_plain_bf16.cu
     src/cuda/prefill/inst/prefill_plain_f16.cu
