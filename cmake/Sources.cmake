@@ -28,7 +28,11 @@ set(tiledattn_core_sources
     src/cpp/one_shot.cpp
     src/cpp/plan.cpp
     src/cpp/state.cpp
+    src/cpp/stream/block_leases.cpp
+    src/cpp/stream/block_runs.cpp
     src/cpp/stream/host_copy_queue.cpp
+    src/cpp/stream/pool_source.cpp
+    src/cpp/stream/tile_source.cpp
     src/cpp/tensor.cpp
     src/cpp/workspace.cpp)
 

@@ -7,4 +7,5 @@
 #include "tiledattn/one_shot.h"
 #include "tiledattn/options.h"
 #include "tiledattn/tensor.h"
+#include "tiledattn/tile_source.h"
 #include "tiledattn/workspace.h"
