@@ -71,9 +71,12 @@ set(tiledattn_python_sources
     src/cpp/python/bind_build.cpp
     src/cpp/python/bind_one_shot.cpp
     src/cpp/python/bind_state.cpp
+    src/cpp/python/bind_streaming.cpp
+    src/cpp/python/bind_tile_source.cpp
     src/cpp/python/capsule.cpp
     src/cpp/python/exceptions.cpp
     src/cpp/python/module.cpp
+    src/cpp/python/python_source.cpp
     src/cpp/python/result_arrays.cpp
     src/cpp/python/scalar_arg.cpp
     src/cpp/python/stream_arg.cpp

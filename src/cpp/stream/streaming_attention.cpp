@@ -379,6 +379,12 @@ bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t
   return true;
 }
 
+void StreamingAttention::discard() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->drop_all();
+  impl_->publish_stats();
+}
+
 bool StreamingAttention::cancel() {
   const std::lock_guard<std::mutex> lock(impl_->cancel_mutex);
   if (impl_->running) impl_->cancelled = true;

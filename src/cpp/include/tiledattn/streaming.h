@@ -111,6 +111,9 @@ class TILEDATTN_API StreamingAttention {
   bool prefetch(const StreamSequences& sequences, std::int64_t q_len = 1,
                 const std::vector<std::int64_t>& q_positions = {});
 
+  /// Drop what was prefetched. Waits for the reads and copies under way.
+  void discard();
+
   /// End the attend() that another thread is in, with CancelledError. False when there is none.
   bool cancel();
 
