@@ -741,23 +741,25 @@ def test_side_streams_and_unpinned_memory(gpu):
 
 @pytest.mark.gpu
 def test_a_large_pool_in_pinned_pieces(gpu):
-    """More bytes than are pinned at once: copies stop where one piece does."""
+    """More than the GiB that is pinned at once: copies stop where one piece does."""
+    num_blocks = 2200
     geometry = ta.TileGeometry(
-        num_blocks=1300, block_size=64, num_kv_heads=8, head_dim=512 // 2, dtype="float16"
+        num_blocks=num_blocks, block_size=64, num_kv_heads=8, head_dim=256, dtype="float16"
     )
     source = ta.PoolSource.allocate(geometry)
+    assert num_blocks * source.block_bytes > 2**30
     rng = np.random.default_rng(0)
-    some = rng.standard_normal((16, 64, 8, 256)).astype(np.float16)
-    for first in range(0, 1300, 16):
-        source.k_pool[first : first + 16] = some[: min(16, 1300 - first)]
-        source.v_pool[first : first + 16] = some[: min(16, 1300 - first)]
+    slots = rng.standard_normal((16, 2, 8, 64, 256)).astype(np.float16)
+    for first in range(0, num_blocks, 16):
+        k, v = (view[: num_blocks - first] for view in ta.scratch_pool_views(slots))
+        source.k_pool[first : first + 16], source.v_pool[first : first + 16] = k, v
     dims = ta.TiledAttentionDims(
         max_seqs=1, num_q_heads=8, num_kv_heads=8, head_dim=256, block_size=64, tile_capacity=32
     )
     streaming = ta.StreamingAttention(dims, device="cuda", scratch_bytes=128 << 20)
     q = rng.standard_normal((1, 8, 256)).astype(np.float16)
-    length = 1300 * 64
-    got = gpu.call(streaming.attend, q, [ta.StreamSequence(length, ta.KvPart(source, range(1300)))])
-    resident = ta.PoolSource(gpu.array(source.k_pool[:16]), gpu.array(source.v_pool[:16]))
-    same = ta.StreamSequence(length, ta.KvPart(resident, np.arange(1300) % 16))
+    blocks = np.arange(num_blocks)
+    got = gpu.call(streaming.attend, q, [ta.StreamSequence(num_blocks * 64, ta.KvPart(source, blocks))])
+    resident = ta.PoolSource(*ta.scratch_pool_views(gpu.array(slots)))
+    same = ta.StreamSequence(num_blocks * 64, ta.KvPart(resident, blocks % 16))
     compare.same_bits(got, gpu.call(streaming.attend, q, [same]))

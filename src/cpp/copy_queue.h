@@ -21,6 +21,7 @@ struct CopyPiece {
   void* to = nullptr;
   const void* from = nullptr;
   std::int64_t bytes = 0;
+  bool pinned = false;  ///< `from` is pinned or device memory
 };
 
 /// A stream of its own for copies to one device. Nothing but wait() and the destructor waits. On

@@ -93,8 +93,9 @@ class CudaCopyQueue final : public CopyQueue {
 
   void copy(const std::vector<CopyPiece>& pieces) const override {
     const DeviceGuard guard(device_);
-    if (pieces.size() > 1 && copy_batch(pieces)) return;
+    const bool batched = pieces.size() > 1 && copy_batch(pieces);
     for (const CopyPiece& piece : pieces) {
+      if (batched && piece.pinned) continue;
       check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
                             cudaMemcpyDefault, native(stream_)),
             "cudaMemcpyAsync");
@@ -112,8 +113,8 @@ class CudaCopyQueue final : public CopyQueue {
   }
 
  private:
-  /// All pieces in one call, which is several times as fast for small ones. False where the driver
-  /// does not know how.
+  /// All pinned pieces in one call, which is several times as fast for small ones. False where the
+  /// driver does not know how.
   bool copy_batch([[maybe_unused]] const std::vector<CopyPiece>& pieces) const {
 #if CUDART_VERSION >= 13000
     if (!batches_) return false;
@@ -121,17 +122,18 @@ class CudaCopyQueue final : public CopyQueue {
     std::vector<const void*> from;
     std::vector<std::size_t> bytes;
     for (const CopyPiece& piece : pieces) {
+      if (!piece.pinned) continue;
       to.push_back(piece.to);
       from.push_back(piece.from);
       bytes.push_back(static_cast<std::size_t>(piece.bytes));
     }
+    if (to.empty()) return true;
     // In the order of the stream: what the stream has been made to wait for may write the sources.
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     std::size_t first = 0;
-    const cudaError_t status =
-        cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), pieces.size(), &attributes,
-                             &first, 1, native(stream_));
+    const cudaError_t status = cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(),
+                                                    &attributes, &first, 1, native(stream_));
     if (status == cudaErrorNotSupported || status == cudaErrorCallRequiresNewerDriver) {
       (void)cudaGetLastError();
       batches_ = false;

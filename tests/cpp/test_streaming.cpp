@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // StreamingAttention: the same bits as the same tiles by hand, whatever the source; and what
 // happens when a source is slow, fails, is evicted from or is not wanted any more.
+#include <iterator>
+
+#include "stream/block_runs.h"
 #include "stream_case.h"
 
 using namespace tiledattn;
@@ -428,4 +431,38 @@ TEST(a_new_pool_is_empty_memory_of_the_right_shape) {
   CHECK_THROWS(ValueError,
                PoolSource::allocate({5, 16, 2, 300, 0, DType::float32}, BlockLayout::nhd),
                "head_dim", "300");
+}
+
+TEST(copies_are_runs_that_stay_inside_the_memory_of_the_source) {
+  /// Memory that is pinned from byte 1000 on, in pieces of 1000 bytes.
+  struct Pieces final : ReadSource {
+    using ReadSource::ReadSource;
+    SourceRun run_at(const void* address) const override {
+      const std::int64_t at = static_cast<const char*>(address) - base;
+      return {base + (at / 1000 + 1) * 1000, at >= 1000};
+    }
+    const char* base = nullptr;
+  };
+  Random random(3);
+  const PagedCache cache(random, {9}, {});
+  Pieces source(cache, DType::float32);
+  std::vector<char> memory(5000), scratch(5000);
+  source.base = memory.data();
+  const PlaneCopy plane{&source, memory.data(), scratch.data(), 600, 500};
+  const std::int64_t blocks[] = {3, 0, 1, 2, 7};
+  std::vector<CopyPiece> copies;
+  append_runs(plane, blocks, 5, copies);
+  const std::int64_t wanted[][3] = {// to, from, bytes
+                                    {0, 1800, 200},
+                                    {200, 2000, 300},
+                                    {600, 0, 1000},
+                                    {1600, 1000, 700},
+                                    {2400, 4200, 500}};
+  CHECK(copies.size() == std::size(wanted));
+  for (std::size_t i = 0; i < copies.size() && i < std::size(wanted); ++i) {
+    CHECK(static_cast<char*>(copies[i].to) - scratch.data() == wanted[i][0]);
+    CHECK(static_cast<const char*>(copies[i].from) - memory.data() == wanted[i][1]);
+    CHECK(copies[i].bytes == wanted[i][2]);
+    CHECK(copies[i].pinned == (wanted[i][1] >= 1000));
+  }
 }

@@ -32,9 +32,10 @@ Tensor part_tensor(const TileGeometry& g, const BlockPart& part, std::int64_t di
 void append_run(const PlaneCopy& plane, const char* from, char* to, std::int64_t bytes,
                 std::vector<CopyPiece>& copies) {
   while (bytes > 0) {
-    const auto* end = static_cast<const char*>(plane.source->end_of_run(from));
+    const SourceRun run = plane.source->run_at(from);
+    const auto* end = static_cast<const char*>(run.end);
     const std::int64_t here = end ? std::min<std::int64_t>(bytes, end - from) : bytes;
-    copies.push_back({to, from, here});
+    copies.push_back({to, from, here, run.pinned});
     from += here;
     to += here;
     bytes -= here;

@@ -94,6 +94,11 @@ struct PageRange {
   std::uintptr_t begin, end;
 };
 
+struct PinnedPiece {
+  PageRange pages;
+  std::shared_ptr<void> registration;
+};
+
 }  // namespace
 
 struct PoolSource::Impl {
@@ -105,7 +110,8 @@ struct PoolSource::Impl {
         wants_pinned(pins),
         leases(std::make_shared<BlockLeases>(k.shape[0])) {}
 
-  /// The pages of the planes; planes that share a page, or follow each other, are one range.
+  /// The whole pages of each plane: what is on a page at an edge may belong to somebody else, who
+  /// may have pinned it. Planes that follow each other are one range.
   std::vector<PageRange> page_ranges() const {
     std::vector<PageRange> ranges;
     for (int p = 0; p < geometry.num_planes(); ++p) {
@@ -113,7 +119,7 @@ struct PoolSource::Impl {
       const std::int64_t bytes =
           (geometry.sizes.num_blocks - 1) * geometry.plane_bytes[p] + used_bytes(geometry, p);
       const std::uintptr_t end = begin + static_cast<std::uintptr_t>(bytes);
-      ranges.push_back({begin / kPage * kPage, (end + kPage - 1) / kPage * kPage});
+      ranges.push_back({(begin + kPage - 1) / kPage * kPage, end / kPage * kPage});
     }
     if (ranges.size() == 2 && ranges[0].begin <= ranges[1].end &&
         ranges[1].begin <= ranges[0].end) {
@@ -124,20 +130,19 @@ struct PoolSource::Impl {
   }
 
   void pin_pages(const Backend& backend) {
-    std::vector<std::shared_ptr<void>> made;
-    std::vector<std::uintptr_t> ends;
+    std::vector<PinnedPiece> made;
     for (const PageRange& range : page_ranges()) {
       for (std::uintptr_t at = range.begin; at < range.end;) {
         const std::uintptr_t end = std::min<std::uintptr_t>(at + kPinnedPiece, range.end);
         made.push_back(
-            backend.pin_host(reinterpret_cast<void*>(at), static_cast<std::int64_t>(end - at)));
-        ends.push_back(end);
+            {{at, end},
+             backend.pin_host(reinterpret_cast<void*>(at), static_cast<std::int64_t>(end - at))});
         at = end;
       }
     }
-    std::sort(ends.begin(), ends.end());
+    std::sort(made.begin(), made.end(),
+              [](const auto& a, const auto& b) { return a.pages.begin < b.pages.begin; });
     pinned_pieces = std::move(made);
-    run_ends = std::move(ends);
     pinned = true;
   }
 
@@ -150,8 +155,7 @@ struct PoolSource::Impl {
 
   std::mutex pin_mutex;
   std::atomic<bool> pinned = false;
-  std::vector<std::uintptr_t> run_ends;  // sorted; constant once `pinned`
-  std::vector<std::shared_ptr<void>> pinned_pieces;
+  std::vector<PinnedPiece> pinned_pieces;  // in order; constant once `pinned`
 };
 
 PoolSource::PoolSource(const Tensor& k_pool, const Tensor& v_pool, std::shared_ptr<void> owner,
@@ -206,11 +210,15 @@ Lease PoolSource::pin(const std::int64_t* blocks, std::int64_t count) {
   return held;
 }
 
-const void* PoolSource::end_of_run(const void* address) const {
-  if (!impl_->pinned) return nullptr;
+SourceRun PoolSource::run_at(const void* address) const {
+  if (!impl_->pools.k.device.is_cpu()) return {nullptr, true};
+  if (!impl_->pinned) return {};
   const auto at = reinterpret_cast<std::uintptr_t>(address);
-  const auto end = std::upper_bound(impl_->run_ends.begin(), impl_->run_ends.end(), at);
-  return end == impl_->run_ends.end() ? nullptr : reinterpret_cast<const void*>(*end);
+  for (const PinnedPiece& piece : impl_->pinned_pieces) {
+    if (at < piece.pages.begin) return {reinterpret_cast<const void*>(piece.pages.begin), false};
+    if (at < piece.pages.end) return {reinterpret_cast<const void*>(piece.pages.end), true};
+  }
+  return {};
 }
 
 std::vector<std::int64_t> PoolSource::evict(const std::int64_t* blocks, std::int64_t count) {

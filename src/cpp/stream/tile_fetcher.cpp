@@ -237,7 +237,7 @@ std::vector<CopyPiece> TileFetcher::staged_copies(const TileSlot& slot) const {
     const bool follows = i > 0 && !slot.failures[i - 1];
     if (!slot.failures[i] && follows) list.back().bytes += bytes;
     if (!slot.failures[i] && !follows)
-      list.push_back({slot.scratch + offset, staging + offset, bytes});
+      list.push_back({slot.scratch + offset, staging + offset, bytes, true});
     offset += bytes;
   }
   return list;
@@ -261,7 +261,7 @@ void TileFetcher::transfer(TileSlot& slot) {
   if (options_.poison_scratch && !list.empty()) queue_->poison(slot.scratch, slot_bytes_);
   queue_->record(*slot.started, queue_->stream());
   if (!device_.is_cpu())
-    list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes()});
+    list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes(), true});
   queue_->copy(list);
   queue_->record(*slot.copied, queue_->stream());
   slot.transferred = true;

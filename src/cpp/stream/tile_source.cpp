@@ -79,7 +79,7 @@ TileGeometry TileGeometry::packed(const TileSizes& sizes, BlockLayout layout) {
 
 void TileSource::prepare(Device) {}
 Lease TileSource::pin(const std::int64_t*, std::int64_t) { return nullptr; }
-const void* TileSource::end_of_run(const void*) const { return nullptr; }
+SourceRun TileSource::run_at(const void*) const { return {}; }
 
 std::int64_t TileSource::read(const TileRead&) {
   throw ValueError("source '" + name() + "' has neither pools() nor read()");

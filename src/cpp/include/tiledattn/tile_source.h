@@ -74,6 +74,12 @@ struct TilePools {
   Tensor v;  ///< [num_blocks, block_size, num_kv_heads, head_dim_v]
 };
 
+/// Adjacent bytes of a source that one copy may move together.
+struct SourceRun {
+  const void* end = nullptr;  ///< where the run ends; null: no limit
+  bool pinned = false;        ///< a GPU can copy them by itself
+};
+
 /// Keeps the blocks of one pin() in place while any copy of it lives.
 using Lease = std::shared_ptr<void>;
 
@@ -97,9 +103,8 @@ class TILEDATTN_API TileSource {
   virtual Lease pin(const std::int64_t* blocks, std::int64_t count);
   /// All blocks, where their memory can be addressed.
   virtual std::optional<TilePools> pools() const { return std::nullopt; }
-  /// Runs of adjacent bytes that one copy may not cross: the first byte after the run that holds
-  /// `address`. Null where there is no such limit.
-  virtual const void* end_of_run(const void* address) const;
+  /// The run of the pools' memory that holds `address`.
+  virtual SourceRun run_at(const void* address) const;
   /// Fill the memory, with one plane's bytes for each block; return the number of bytes that were
   /// filled. Blocks the calling thread, which is one of the StreamingAttention's own.
   virtual std::int64_t read(const TileRead& request);
@@ -124,7 +129,7 @@ class TILEDATTN_API PoolSource : public TileSource {
   void prepare(Device device) override;
   Lease pin(const std::int64_t* blocks, std::int64_t count) override;
   std::optional<TilePools> pools() const override;
-  const void* end_of_run(const void* address) const override;
+  SourceRun run_at(const void* address) const override;
 
   const std::shared_ptr<void>& owner() const;
 
