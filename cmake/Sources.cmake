@@ -28,6 +28,16 @@ set(tiledattn_core_sources
     src/cpp/one_shot.cpp
     src/cpp/plan.cpp
     src/cpp/state.cpp
+    src/cpp/stream/block_leases.cpp
+    src/cpp/stream/block_runs.cpp
+    src/cpp/stream/host_copy_queue.cpp
+    src/cpp/stream/pool_source.cpp
+    src/cpp/stream/read_threads.cpp
+    src/cpp/stream/stream_plan.cpp
+    src/cpp/stream/streaming_attention.cpp
+    src/cpp/stream/tile_fetcher.cpp
+    src/cpp/stream/tile_source.cpp
+    src/cpp/stream/tile_table.cpp
     src/cpp/tensor.cpp
     src/cpp/workspace.cpp)
 
@@ -36,6 +46,7 @@ set(tiledattn_cuda_sources
     src/cuda/attend.cpp
     src/cuda/backend_cuda.cpp
     src/cuda/capture.cpp
+    src/cuda/cuda_copy_queue.cpp
     src/cuda/decode/decode_combine.cu
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu
@@ -43,6 +54,7 @@ set(tiledattn_cuda_sources
     src/cuda/devices.cpp
     src/cuda/fault_log.cpp
     src/cuda/memory.cpp
+    src/cuda/pin_host.cpp
     src/cuda/merge/merge.cu
     src/cuda/prefill/inst/prefill_plain_bf16.cu
     src/cuda/prefill/inst/prefill_plain_f16.cu
@@ -59,9 +71,12 @@ set(tiledattn_python_sources
     src/cpp/python/bind_build.cpp
     src/cpp/python/bind_one_shot.cpp
     src/cpp/python/bind_state.cpp
+    src/cpp/python/bind_streaming.cpp
+    src/cpp/python/bind_tile_source.cpp
     src/cpp/python/capsule.cpp
     src/cpp/python/exceptions.cpp
     src/cpp/python/module.cpp
+    src/cpp/python/python_source.cpp
     src/cpp/python/result_arrays.cpp
     src/cpp/python/scalar_arg.cpp
     src/cpp/python/stream_arg.cpp

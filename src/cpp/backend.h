@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "copy_queue.h"
 #include "plan.h"
 #include "problem.h"
 #include "tiledattn/tensor.h"
@@ -53,6 +54,10 @@ class Backend {
   virtual void copy(void* to, Device to_device, const void* from, Device from_device,
                     std::int64_t bytes, const Stream& stream) const = 0;
   virtual std::shared_ptr<FaultLog> make_fault_log(int index) const = 0;  ///< null on the CPU
+  /// Pin host memory of the caller for as long as the result lives; null where that is so already,
+  /// or means nothing. MemoryError or CudaError when it cannot be pinned.
+  virtual std::shared_ptr<void> pin_host(void* data, std::int64_t bytes) const = 0;
+  virtual std::unique_ptr<CopyQueue> make_copy_queue(int index) const = 0;
 
   // Streams. On the CPU: nothing to do, capture id 0.
   virtual void synchronize(int index, const Stream& stream) const = 0;

@@ -15,12 +15,14 @@
 #include "backend.h"
 #include "capture.h"
 #include "cuda_check.h"
+#include "cuda_copy_queue.h"
 #include "device_guard.h"
 #include "devices.h"
 #include "fault_log.h"
 #include "gpu_architectures.h"
 #include "memory.h"
 #include "merge/merge.h"
+#include "pin_host.h"
 #include "tiledattn/error.h"
 #include "write_kv/write_kv.h"
 
@@ -79,6 +81,15 @@ class CudaBackend : public Backend {
 
   std::shared_ptr<FaultLog> make_fault_log(int index) const override {
     return cuda::make_fault_log(index);
+  }
+
+  std::shared_ptr<void> pin_host(void* data, std::int64_t bytes) const override {
+    return cuda::pin_host(data, bytes);
+  }
+
+  std::unique_ptr<CopyQueue> make_copy_queue(int index) const override {
+    const DeviceGuard guard(index);
+    return cuda::make_copy_queue(index);
   }
 
   void synchronize(int index, const Stream& stream) const override {

@@ -125,6 +125,8 @@ class CpuBackend final : public Backend {
     if (bytes > 0) std::memmove(to, from, static_cast<std::size_t>(bytes));
   }
   std::shared_ptr<FaultLog> make_fault_log(int) const override { return nullptr; }
+  std::shared_ptr<void> pin_host(void*, std::int64_t) const override { return nullptr; }
+  std::unique_ptr<CopyQueue> make_copy_queue(int) const override { return make_host_copy_queue(); }
 
   void synchronize(int, const Stream&) const override {}
   void synchronize_device(int) const override {}

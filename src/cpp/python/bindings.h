@@ -11,6 +11,8 @@ void bind_array_view(nanobind::module_& m);
 void bind_state(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_one_shot(nanobind::module_& m);
+void bind_tile_source(nanobind::module_& m);
+void bind_streaming(nanobind::module_& m);
 void bind_build(nanobind::module_& m);
 
 }  // namespace tiledattn::binding

@@ -18,5 +18,7 @@ NB_MODULE(_core, m) {
   tiledattn::binding::bind_state(m);
   tiledattn::binding::bind_attention(m);
   tiledattn::binding::bind_one_shot(m);
+  tiledattn::binding::bind_tile_source(m);
+  tiledattn::binding::bind_streaming(m);
   tiledattn::binding::bind_build(m);
 }

@@ -6,5 +6,7 @@
 #include "tiledattn/error.h"
 #include "tiledattn/one_shot.h"
 #include "tiledattn/options.h"
+#include "tiledattn/streaming.h"
 #include "tiledattn/tensor.h"
+#include "tiledattn/tile_source.h"
 #include "tiledattn/workspace.h"

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// StreamingAttention.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "gil.h"
+#include "lazy.h"
+#include "python_source.h"
+#include "result_arrays.h"
+#include "scalar_arg.h"
+#include "score_arg.h"
+#include "stream_arg.h"
+#include "tensor_arg.h"
+#include "tiledattn/streaming.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tiledattn::binding {
+
+namespace {
+
+using Sequences = std::vector<std::shared_ptr<StreamSequence>>;
+
+StreamSequences const_sequences(const Sequences& sequences) {
+  return {sequences.begin(), sequences.end()};
+}
+
+/// The core's object. Sources written in Python need the GIL to end what they are at, so nothing
+/// here waits for them with the GIL held.
+struct BoundStreaming {
+  BoundStreaming(const TiledAttentionDims& dims, Device device, const ScoreOptions& score,
+                 const StreamOptions& options)
+      : core(std::make_unique<StreamingAttention>(dims, device, score, options)) {}
+  ~BoundStreaming() {
+    const GilReleased unlocked;
+    core.reset();
+  }
+  BoundStreaming(const BoundStreaming&) = delete;
+  BoundStreaming& operator=(const BoundStreaming&) = delete;
+
+  std::unique_ptr<StreamingAttention> core;
+};
+
+void construct(BoundStreaming* self, const TiledAttentionDims& dims, nb::handle device,
+               nb::handle scratch_bytes, nb::handle num_slots, nb::handle num_readers,
+               nb::handle poison_scratch, nb::handle softmax_scale, nb::handle softcap,
+               nb::handle window, nb::handle sinks) {
+  TensorArgs args(nb::none(), Stream{});
+  const Device where = device_arg(device);
+  StreamOptions options;
+  options.scratch_bytes = integer_arg(scratch_bytes, "scratch_bytes");
+  options.num_slots = integer_arg(num_slots, "num_slots");
+  options.num_readers = integer_arg(num_readers, "num_readers");
+  options.poison_scratch = bool_arg(poison_scratch, "poison_scratch");
+  const ScoreOptions score = score_arg(args, softmax_scale, softcap, window, sinks);
+  args.launch_stream();
+  const GilReleased unlocked;
+  new (self) BoundStreaming(dims, where, score, options);
+}
+
+/// Python's signals now and then, such as Ctrl-C. Not at each tile: other threads may hold the GIL.
+std::function<void()> check_signals() {
+  using Clock = std::chrono::steady_clock;
+  return [last = Clock::now()]() mutable {
+    if (Clock::now() - last < std::chrono::milliseconds(50)) return;
+    last = Clock::now();
+    const nb::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+}
+
+nb::handle tile_error_type() {
+  static Lazy type;
+  return type.get([] { return nb::module_::import_("tiledattn._errors").attr("TileError"); });
+}
+
+/// The Python exception, with the details as attributes.
+nb::object tile_error(const TileError& error) {
+  const TileError::Details& details = error.details();
+  nb::object made = tile_error_type()(error.what());
+  made.attr("source") = details.source;
+  made.attr("sequence") = details.sequence;
+  made.attr("position") = details.position;
+  made.attr("num_blocks") = details.num_blocks;
+  made.attr("wanted_bytes") = details.wanted_bytes;
+  made.attr("got_bytes") = details.got_bytes ? nb::cast(*details.got_bytes) : nb::none();
+  try {
+    if (details.cause) std::rethrow_exception(details.cause);
+  } catch (const RaisedInPython& cause) {
+    PyException_SetCause(made.ptr(), cause.value().inc_ref().ptr());
+  } catch (...) {  // its text is in the message
+  }
+  return made;
+}
+
+void translate_tile_error(const std::exception_ptr& error, void* /*payload*/) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const TileError& e) {
+    const nb::object made = tile_error(e);
+    PyErr_SetObject(tile_error_type().ptr(), made.ptr());
+  }
+}
+
+nb::tuple attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, const State* state,
+                 const std::vector<std::int64_t>& q_positions, nb::handle out, nb::handle lse,
+                 nb::handle return_lse, nb::handle return_state, bool partial, nb::handle stream) {
+  TensorArgs args(stream);
+  AttendArgs call;
+  call.q = args.input(q, "q");
+  call.sequences = const_sequences(sequences);
+  call.state = state;
+  call.q_positions = q_positions;
+  Tensor like = call.q;
+  if (like.rank > 0) like.shape[like.rank - 1] = self.core->dims().value_dim();
+  const ResultArrays results(args, like, out, lse, bool_arg(return_lse, "return_lse"),
+                             args.framework());
+  call.out = results.out();
+  call.lse = results.lse();
+  call.return_state = bool_arg(return_state, "return_state");
+  call.on_error = partial ? OnTileError::partial : OnTileError::raise;
+  call.poll = check_signals();
+  const Stream launch = args.launch_stream();
+  AttendResult result;
+  {
+    const GilReleased unlocked;
+    result = self.core->attend(call, launch);
+  }
+  nb::list errors;
+  for (const TileError& error : result.errors) errors.append(tile_error(error));
+  const nb::object value = result.complete ? nb::object(results.value()) : nb::none();
+  const nb::object after = result.state ? nb::cast(std::move(*result.state)) : nb::none();
+  return nb::make_tuple(value, after, errors);
+}
+
+bool prefetch(BoundStreaming& self, const Sequences& sequences, nb::handle q_len,
+              const std::vector<std::int64_t>& q_positions) {
+  const std::int64_t tokens = integer_arg(q_len, "q_len");
+  const GilReleased unlocked;
+  return self.core->prefetch(const_sequences(sequences), tokens, q_positions);
+}
+
+nb::tuple tier(const TierStats& stats) {
+  return nb::make_tuple(stats.tiles, stats.bytes, stats.seconds);
+}
+
+nb::dict stats(const BoundStreaming& self) {
+  const StreamStats s = self.core->stats();
+  nb::dict dict;
+  dict["calls"] = s.calls;
+  dict["launches"] = s.launches;
+  dict["failed_tiles"] = s.failed_tiles;
+  dict["prefetched_launches"] = s.prefetched_launches;
+  dict["dropped_launches"] = s.dropped_launches;
+  dict["seconds"] = s.seconds;
+  dict["stall_seconds"] = s.stall_seconds;
+  nb::dict tiers;
+  for (int i = 0; i < kNumResidencies; ++i)
+    tiers[to_string(static_cast<Residency>(i))] = tier(s.tiers[i]);
+  dict["tiers"] = tiers;
+  dict["link"] = tier(s.link);
+  return dict;
+}
+
+}  // namespace
+
+void bind_streaming(nb::module_& m) {
+  const nb::exception<CancelledError> cancelled(m, "CancelledError", PyExc_RuntimeError);
+  cancelled.attr("__doc__") = "`StreamingAttention.cancel` ended the call; nothing was written.";
+  nb::register_exception_translator(translate_tile_error);
+
+  nb::class_<BoundStreaming>(m, "StreamingAttention")
+      .def("__init__", construct, "dims"_a, "device"_a.none(), "scratch_bytes"_a.none(),
+           "num_slots"_a.none(), "num_readers"_a.none(), "poison_scratch"_a.none(),
+           "softmax_scale"_a.none(), "softcap"_a.none(), "window"_a.none(), "sinks"_a.none())
+      .def("attend", attend, "q"_a, "sequences"_a, "state"_a.none(), "q_positions"_a,
+           "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "return_state"_a.none(),
+           "partial"_a, "stream"_a.none())
+      .def("prefetch", prefetch, "sequences"_a, "q_len"_a.none(), "q_positions"_a)
+      .def(
+          "discard", [](BoundStreaming& self) { self.core->discard(); },
+          nb::call_guard<GilReleased>())
+      .def("cancel", [](BoundStreaming& self) { return self.core->cancel(); })
+      .def("stats", stats)
+      .def("reset_stats", [](BoundStreaming& self) { self.core->reset_stats(); })
+      .def_prop_ro("device",
+                   [](const BoundStreaming& self) { return to_string(self.core->device()); })
+      .def_prop_ro("nbytes", [](const BoundStreaming& self) { return self.core->nbytes(); });
+}
+
+}  // namespace tiledattn::binding

@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+// StreamingAttention: the order of things. What is fetched is stream_plan.h's decision, how is
+// tile_fetcher.h's; the tiles are folded by a TiledAttention whose state nobody else sees.
+#include "tiledattn/streaming.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "backend.h"
+#include "check_tensor.h"
+#include "checks.h"
+#include "stream/block_runs.h"
+#include "stream/stream_plan.h"
+#include "stream/tile_fetcher.h"
+
+namespace tiledattn {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+/// What one attend() fetches.
+struct Job {
+  StreamRequest request;
+  std::vector<TileLaunch> launches;
+  std::size_t next = 0;  // the first launch that is not begun
+};
+
+void add(TierStats& to, const TierStats& more) {
+  to.tiles += more.tiles;
+  to.bytes += more.bytes;
+  to.seconds += more.seconds;
+}
+
+/// The sequences that the failed tiles leave to be done.
+StreamSequences missing_sequences(const StreamSequences& sequences,
+                                  const std::vector<TilePiece>& failed) {
+  std::vector<std::shared_ptr<StreamSequence>> missing;
+  for (const auto& sequence : sequences) {
+    missing.push_back(std::make_shared<StreamSequence>());
+    missing.back()->length = sequence->length;
+  }
+  for (const TilePiece& piece : failed) {
+    const auto b = static_cast<std::size_t>(piece.sequence);
+    const KvPart& part = sequences[b]->parts[static_cast<std::size_t>(piece.part)];
+    const auto first = part.blocks.begin() + piece.first;
+    missing[b]->parts.push_back({part.source, {first, first + piece.count}, piece.position});
+  }
+  return {missing.begin(), missing.end()};
+}
+
+}  // namespace
+
+struct StreamingAttention::Impl {
+  Impl(const TiledAttentionDims& checked, Device where, const ScoreOptions& options,
+       const StreamOptions& stream_options)
+      : dims(checked),
+        device(where),
+        backend(backend_for(where)),
+        window(options.window),
+        stream_options(stream_options),
+        fetcher(checked, where, stream_options),
+        work(checked, where, options) {}
+
+  ~Impl() {
+    try {
+      drop_all();
+    } catch (...) {  // a device that has failed: there is nothing left to wait for
+    }
+  }
+
+  // ---- Fetching ahead ----
+
+  /// Does step_tile have to know positions? With them a token sees no key after its own.
+  bool needs_positions(std::int64_t q_len, const std::vector<std::int64_t>& q_positions) const {
+    return window.bounded() || q_len > 1 || !q_positions.empty();
+  }
+
+  std::shared_ptr<Job> make_job(StreamRequest request, bool causal) {
+    std::set<const void*> seen;
+    for (const auto& sequence : request.sequences) {
+      for (const KvPart& part : sequence->parts) {
+        if (seen.insert(part.source->key()).second) fetcher.prepare(*part.source);
+      }
+    }
+    auto job = std::make_shared<Job>();
+    job->request = std::move(request);
+    job->launches = plan_stream(job->request, dims, window, causal,
+                                [&](const TileSource& source) { return fetcher.capacity(source); });
+    return job;
+  }
+
+  TileSlot& slot_of(std::int64_t launch) {
+    return fetcher.slots()[static_cast<std::size_t>(launch % stream_options.num_slots)];
+  }
+
+  /// The first launch of all jobs that is not begun yet.
+  Job* next_job() const {
+    for (const auto& job : jobs) {
+      if (job->next < job->launches.size()) return job.get();
+    }
+    return nullptr;
+  }
+
+  /// Begin launches while there are slots for them; the first one even if that means to wait.
+  void fill(bool wait_for_first, bool ahead) {
+    const Clock::time_point begin = Clock::now();
+    for (std::int64_t i = taken; i < begun; ++i) fetcher.advance(slot_of(i));
+    while (begun - taken < stream_options.num_slots) {
+      Job* const job = next_job();
+      TileSlot& slot = slot_of(begun);
+      if (!job || (!wait_for_first && !fetcher.reusable(slot))) break;
+      wait_for_first = false;
+      fetcher.begin(slot, job->launches[job->next], job->request);
+      if (ahead || job != jobs.front().get()) ++stats.prefetched_launches;
+      ++job->next;
+      ++begun;
+    }
+    if (!ahead) stats.stall_seconds += seconds_since(begin);
+  }
+
+  /// Forget all jobs; what is under way for them is waited for.
+  void drop_all() {
+    for (TileSlot& slot : fetcher.slots()) fetcher.drain(slot);
+    stats.dropped_launches += begun - taken;
+    taken = begun;
+    jobs.clear();
+  }
+
+  /// The job of an attend(): prefetched, or new, when everything that was prefetched is dropped.
+  std::shared_ptr<Job> take_job(StreamRequest request, bool causal) {
+    if (!jobs.empty() && same_request(jobs.front()->request, request)) return jobs.front();
+    std::shared_ptr<Job> job = make_job(std::move(request), causal);
+    drop_all();
+    jobs.push_back(job);
+    return job;
+  }
+
+  // ---- Attending ----
+
+  void stop_if_asked(const AttendArgs& args) const {
+    if (args.poll) args.poll();
+    if (cancelled) throw CancelledError("attend was cancelled; out, lse and state are unchanged");
+  }
+
+  /// Check q, out and lse as the calls at the end will; returns the query tokens of a sequence.
+  std::int64_t check_arrays(const AttendArgs& args) const {
+    const auto num_seqs = static_cast<std::int64_t>(args.sequences.size());
+    std::int64_t somewhere = 0;  // no element of the empty arrays here is ever read
+    char* const planes[2] = {reinterpret_cast<char*>(&somewhere), nullptr};
+    const TileSizes sizes{
+        1, dims.block_size, dims.num_kv_heads, dims.head_dim, dims.value_dim(), DType::float32};
+    const TilePools pools =
+        pools_at(TileGeometry::packed(sizes, BlockLayout::nhd), planes, 0, device);
+    TileArgs tile;
+    tile.q = args.q;
+    tile.k_pool = pools.k;
+    tile.v_pool = pools.v;
+    tile.k_pool.dtype = tile.v_pool.dtype = args.q.dtype;
+    TileTable table;
+    table.device = &somewhere;
+    table.num_seqs = num_seqs;
+    table.give(tile, device, false);
+    const StepShape step{num_seqs, false, 0, DType::float32};
+    const AttentionProblem problem = check_step_tile(dims, {}, device, step, tile);
+    check_finalize(dims, device, {num_seqs, true, problem.q_len, problem.q.dtype}, args.out,
+                   args.lse);
+    return problem.q_len;
+  }
+
+  void check_dtype(const KvPart& part, DType dtype) const {
+    const DType got = part.source->describe().sizes.dtype;
+    if (got == dtype) return;
+    throw TypeError("sequences: source '" + part.source->name() + "' holds " + to_string(got) +
+                    "; expected " + to_string(dtype) + " like q");
+  }
+
+  /// All refusals. Nothing that is under way changes.
+  StreamRequest check(const AttendArgs& args, const Stream& stream) const {
+    check_sequences(args.sequences, dims);
+    const std::int64_t q_len = check_arrays(args);
+    for (const auto& sequence : args.sequences) {
+      for (const KvPart& part : sequence->parts) check_dtype(part, args.q.dtype);
+    }
+    const auto num_seqs = static_cast<std::int64_t>(args.sequences.size());
+    if (args.state && args.state->num_seqs() != num_seqs) {
+      refuse("state", std::to_string(args.state->num_seqs()) + " sequences",
+             std::to_string(num_seqs) + " like sequences");
+    }
+    if (backend.capture_id(device.index, stream) != 0) {
+      throw ValueError(
+          "stream: is in a graph capture; StreamingAttention waits for its sources and cannot be "
+          "captured");
+    }
+    return {args.sequences, q_len, check_q_positions(args.sequences, q_len, args.q_positions)};
+  }
+
+  void wait_for_reads(const ReadBatch& reads, const AttendArgs& args) {
+    while (!reads.wait_for(std::chrono::milliseconds(20))) stop_if_asked(args);
+  }
+
+  /// Fold the next launch; with OnTileError::partial as far as its tiles are there.
+  void fold(const AttendArgs& args, bool with_positions, const Stream& stream, AttendResult& result,
+            std::vector<TilePiece>& failed) {
+    TileSlot& slot = slot_of(taken);
+    const Clock::time_point begin = Clock::now();
+    fetcher.arrive(slot, stream, [&](const ReadBatch& reads) { wait_for_reads(reads, args); });
+    stats.stall_seconds += seconds_since(begin);
+    for (std::size_t i = 0; i < slot.failures.size(); ++i) {
+      if (!slot.failures[i]) continue;
+      if (args.on_error == OnTileError::raise) throw TileError(*slot.failures[i]);
+      failed.push_back(slot.launch->pieces[i]);
+      result.errors.push_back(*slot.failures[i]);
+    }
+    TileArgs tile = fetcher.tile(slot, with_positions);
+    tile.q = args.q;
+    work.step_tile(tile, stream);
+    fetcher.consumed(slot, stream);
+    ++taken;
+    ++stats.launches;
+  }
+
+  /// Begin the working state, and put this call after what may touch the same memory.
+  void start(const AttendArgs& args, const Stream& stream) {
+    if (last_stream) backend.order(device.index, stream, *last_stream);
+    last_stream = stream;
+    // What this stream has yet to write into the sources comes before they are read.
+    backend.order(device.index, fetcher.queue().stream(), stream);
+    if (args.state) {
+      work.load_state(*args.state, launch_stream(stream));
+    } else {
+      work.begin_step(static_cast<std::int64_t>(args.sequences.size()));
+    }
+  }
+
+  AttendResult run(const AttendArgs& args, StreamRequest request, const Stream& stream) {
+    const bool with_positions = needs_positions(request.q_len, args.q_positions);
+    start(args, stream);
+    const std::shared_ptr<Job> job = take_job(std::move(request), with_positions);
+    AttendResult result;
+    std::vector<TilePiece> failed;
+    const std::int64_t first = taken;
+    const auto end = first + static_cast<std::int64_t>(job->launches.size());
+    while (taken < end) {
+      stop_if_asked(args);
+      fill(begun == taken, false);
+      fold(args, with_positions, stream, result, failed);
+    }
+    result.complete = failed.empty();
+    if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
+    if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
+    if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
+    finish(first, end);
+    jobs.pop_front();
+    return result;
+  }
+
+  /// Wait until no source is read any more, and go on with the next job meanwhile.
+  void finish(std::int64_t first, std::int64_t end) {
+    for (std::int64_t i = std::max(first, end - stream_options.num_slots); i < end; ++i) {
+      // The slot may have been given to the next job by now.
+      const Clock::time_point begin = Clock::now();
+      if (begun <= i + stream_options.num_slots) fetcher.release(slot_of(i));
+      stats.stall_seconds += seconds_since(begin);
+      fill(false, false);
+    }
+  }
+
+  std::optional<Stream> launch_stream(const Stream& stream) const {
+    if (device.is_cpu()) return std::nullopt;
+    return stream;
+  }
+
+  /// Make what was counted since the last call visible to stats().
+  void publish_stats() {
+    const StreamStats fetched = fetcher.take_stats();
+    const std::lock_guard<std::mutex> lock(stats_mutex);
+    published.calls += stats.calls;
+    published.launches += stats.launches;
+    published.failed_tiles += fetched.failed_tiles;
+    published.prefetched_launches += stats.prefetched_launches;
+    published.dropped_launches += stats.dropped_launches;
+    published.seconds += stats.seconds;
+    published.stall_seconds += stats.stall_seconds;
+    for (int i = 0; i < kNumResidencies; ++i) add(published.tiers[i], fetched.tiers[i]);
+    add(published.link, fetched.link);
+    stats = {};
+  }
+
+  TiledAttentionDims dims;
+  Device device;
+  const Backend& backend;
+  Window window;
+  StreamOptions stream_options;
+  TileFetcher fetcher;
+  TiledAttention work;  // its state is private until every tile is in
+
+  std::mutex mutex;                       // one attend or prefetch at a time
+  std::deque<std::shared_ptr<Job>> jobs;  // the one attended to, then what is prefetched
+  std::int64_t begun = 0;                 // launches that have got a slot, since the beginning
+  std::int64_t taken = 0;                 // of these, launches that are folded or dropped
+  std::optional<Stream> last_stream;
+  StreamStats stats;  // of the call under way
+
+  std::mutex cancel_mutex;
+  bool running = false;
+  std::atomic<bool> cancelled = false;
+  std::mutex stats_mutex;
+  StreamStats published;
+};
+
+/// Says that an attend is under way, for cancel().
+struct StreamingAttention::Running {
+  explicit Running(Impl& owner) : impl(owner) {
+    const std::lock_guard<std::mutex> lock(impl.cancel_mutex);
+    impl.running = true;
+    impl.cancelled = false;
+  }
+  ~Running() {
+    const std::lock_guard<std::mutex> lock(impl.cancel_mutex);
+    impl.running = false;
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  Impl& impl;
+};
+
+StreamingAttention::StreamingAttention(const TiledAttentionDims& dims, Device device,
+                                       const ScoreOptions& score, const StreamOptions& options)
+    : impl_(std::make_unique<Impl>(dims.validated(), device, score, options)) {}
+
+StreamingAttention::~StreamingAttention() = default;
+StreamingAttention::StreamingAttention(StreamingAttention&&) noexcept = default;
+StreamingAttention& StreamingAttention::operator=(StreamingAttention&&) noexcept = default;
+
+AttendResult StreamingAttention::attend(const AttendArgs& args, Stream stream) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  StreamRequest request = self.check(args, stream);
+  const Running running(self);
+  const Clock::time_point begin = Clock::now();
+  try {
+    AttendResult result = self.run(args, std::move(request), stream);
+    ++self.stats.calls;
+    self.stats.seconds += seconds_since(begin);
+    self.publish_stats();
+    return result;
+  } catch (...) {
+    self.drop_all();
+    self.stats.seconds += seconds_since(begin);
+    self.publish_stats();
+    throw;
+  }
+}
+
+bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t q_len,
+                                  const std::vector<std::int64_t>& q_positions) {
+  Impl& self = *impl_;
+  const std::lock_guard<std::mutex> lock(self.mutex);
+  if (q_len < 1 || q_len > self.dims.max_q_len) {
+    refuse("q_len", std::to_string(q_len),
+           "1 to dims.max_q_len = " + std::to_string(self.dims.max_q_len));
+  }
+  check_sequences(sequences, self.dims);
+  StreamRequest request{sequences, q_len, check_q_positions(sequences, q_len, q_positions)};
+  if (static_cast<std::int64_t>(self.jobs.size()) >= self.stream_options.num_slots) return false;
+  self.jobs.push_back(self.make_job(std::move(request), self.needs_positions(q_len, q_positions)));
+  self.fill(false, true);
+  self.publish_stats();
+  return true;
+}
+
+void StreamingAttention::discard() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->drop_all();
+  impl_->publish_stats();
+}
+
+bool StreamingAttention::cancel() {
+  const std::lock_guard<std::mutex> lock(impl_->cancel_mutex);
+  if (impl_->running) impl_->cancelled = true;
+  return impl_->running;
+}
+
+const TiledAttentionDims& StreamingAttention::dims() const { return impl_->dims; }
+Device StreamingAttention::device() const { return impl_->device; }
+const StreamOptions& StreamingAttention::options() const { return impl_->stream_options; }
+
+StreamStats StreamingAttention::stats() const {
+  const std::lock_guard<std::mutex> lock(impl_->stats_mutex);
+  return impl_->published;
+}
+
+void StreamingAttention::reset_stats() {
+  const std::lock_guard<std::mutex> lock(impl_->stats_mutex);
+  impl_->published = {};
+}
+
+std::int64_t StreamingAttention::nbytes() const {
+  return impl_->fetcher.nbytes() + impl_->work.nbytes();
+}
+
+}  // namespace tiledattn

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "stream/tile_fetcher.h"
+
+#include <string>
+#include <utility>
+
+#include "check_tensor.h"
+#include "stream/block_runs.h"
+
+namespace tiledattn {
+
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+
+std::int64_t aligned(std::int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+StreamOptions checked(const StreamOptions& options) {
+  if (options.num_slots < 2)
+    refuse("num_slots", std::to_string(options.num_slots),
+           "2 or more, so that fetching can run ahead");
+  if (options.num_slots > 1024)
+    refuse("num_slots", std::to_string(options.num_slots), "at most 1024");
+  if (options.num_readers < 1 || options.num_readers > 1024)
+    refuse("num_readers", std::to_string(options.num_readers), "1 to 1024");
+  if (options.scratch_bytes < options.num_slots * kAlignment) {
+    refuse("scratch_bytes", std::to_string(options.scratch_bytes),
+           std::to_string(options.num_slots * kAlignment) + " or more");
+  }
+  return options;
+}
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+const KvPart& part_of(const TileSlot& slot, std::size_t piece) {
+  const TilePiece& p = slot.launch->pieces[piece];
+  return slot.request->sequences[at(p.sequence)]->parts[at(p.part)];
+}
+
+const std::int64_t* blocks_of(const TileSlot& slot, std::size_t piece) {
+  return part_of(slot, piece).blocks.data() + slot.launch->pieces[piece].first;
+}
+
+}  // namespace
+
+TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
+                         const StreamOptions& options)
+    : dims_(dims),
+      device_(device),
+      options_(checked(options)),
+      backend_(backend_for(device)),
+      slot_bytes_(options.scratch_bytes / options.num_slots / kAlignment * kAlignment),
+      scratch_(device, slot_bytes_ * options.num_slots),
+      queue_(backend_.make_copy_queue(device.index)),
+      readers_(options.num_readers) {
+  const std::int64_t table_bytes = aligned(TileTable::bytes(dims.max_seqs, dims.tile_capacity));
+  if (!device.is_cpu()) tables_ = Buffer(device, table_bytes * options.num_slots);
+  for (std::int64_t i = 0; i < options.num_slots; ++i) {
+    TileSlot& slot = slots_.emplace_back();
+    slot.scratch = static_cast<char*>(scratch_.data()) + i * slot_bytes_;
+    slot.table.host = queue_->allocate_host(table_bytes);
+    slot.table.device = device.is_cpu() ? slot.table.host.get()
+                                        : static_cast<char*>(tables_.data()) + i * table_bytes;
+    slot.started = queue_->make_event();
+    slot.copied = queue_->make_event();
+    slot.consumed = queue_->make_event();
+  }
+}
+
+TileFetcher::~TileFetcher() {
+  for (TileSlot& slot : slots_) {
+    if (slot.reads) slot.reads->wait();
+  }
+}
+
+std::int64_t TileFetcher::capacity(const TileSource& source) const {
+  if (in_place(source)) return dims_.max_seqs * dims_.tile_capacity;
+  const TileGeometry geometry = source.describe();
+  const std::int64_t gap = geometry.num_planes() > 1 ? kAlignment : 0;
+  const std::int64_t blocks = (slot_bytes_ - gap) / geometry.block_bytes();
+  if (blocks >= dims_.tile_capacity) return blocks;
+  const std::int64_t needed =
+      aligned(dims_.tile_capacity * geometry.block_bytes() + gap) * options_.num_slots;
+  throw ValueError("scratch_bytes: got " + std::to_string(options_.scratch_bytes) +
+                   "; expected at least " + std::to_string(needed) + " for source '" +
+                   source.name() + "': " + std::to_string(options_.num_slots) +
+                   " slots that hold a tile of " + std::to_string(dims_.tile_capacity) +
+                   " blocks of " + std::to_string(geometry.block_bytes()) + " bytes");
+}
+
+bool TileFetcher::in_place(const TileSource& source) const {
+  const std::optional<TilePools> pools = source.pools();
+  return pools && pools->k.device == device_;
+}
+
+void TileFetcher::prepare(TileSource& source) const {
+  const std::optional<TilePools> pools = source.pools();
+  if (pools && device_.is_cpu() && !pools->k.device.is_cpu()) {
+    throw ValueError("source '" + source.name() + "': is on " + to_string(pools->k.device) +
+                     ", but this StreamingAttention is on cpu");
+  }
+  if (!pools && source.describe().num_planes() > 1) {
+    throw ValueError("source '" + source.name() +
+                     "': has two planes; a source that is read has K and V of a block in one");
+  }
+  source.prepare(device_);
+}
+
+std::int64_t TileFetcher::piece_bytes(const TileSlot& slot, std::size_t piece) const {
+  return slot.launch->pieces[piece].count * slot.launch->source->describe().block_bytes();
+}
+
+void TileFetcher::fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
+                       std::exception_ptr cause) {
+  const TilePiece& p = slot.launch->pieces[piece];
+  slot.failures[piece] = TileError({slot.launch->source->name(), p.sequence, p.position, p.count,
+                                    piece_bytes(slot, piece), got, std::move(cause)});
+  ++stats_.failed_tiles;
+}
+
+void TileFetcher::begin(TileSlot& slot, const TileLaunch& launch, const StreamRequest& request) {
+  release(slot);
+  slot.launch = &launch;
+  slot.request = &request;
+  slot.in_place = in_place(*launch.source);
+  slot.transferred = false;
+  slot.failures.assign(launch.pieces.size(), std::nullopt);
+  for (std::size_t i = 0; i < launch.pieces.size(); ++i) {
+    try {
+      slot.leases.push_back(launch.source->pin(blocks_of(slot, i), launch.pieces[i].count));
+    } catch (...) {
+      fail(slot, i, std::nullopt, std::current_exception());
+    }
+  }
+  if (launch.source->pools()) {
+    transfer(slot);
+  } else {
+    begin_reads(slot);
+  }
+}
+
+void TileFetcher::begin_reads(TileSlot& slot) {
+  char* into = slot.scratch;
+  std::shared_ptr<void> owner = scratch_.owner();
+  if (!device_.is_cpu()) {
+    if (!slot.staging) slot.staging = queue_->allocate_host(slot_bytes_);
+    into = static_cast<char*>(slot.staging.get());
+    owner = slot.staging;
+  }
+  if (options_.poison_scratch) make_host_copy_queue()->poison(into, slot_bytes_);
+  slot.reads = std::make_shared<ReadBatch>(slot.launch->pieces.size());
+  for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
+    const std::int64_t bytes = piece_bytes(slot, i);
+    if (slot.failures[i]) {
+      slot.reads->complete(i, {bytes, nullptr}, 0);
+    } else {
+      const std::int64_t* blocks = blocks_of(slot, i);
+      readers_.post({part_of(slot, i).source,
+                     {blocks, blocks + slot.launch->pieces[i].count},
+                     into,
+                     bytes,
+                     owner,
+                     slot.reads,
+                     i});
+    }
+    into += bytes;
+  }
+}
+
+void TileFetcher::collect_reads(TileSlot& slot) {
+  TierStats& tier = stats_.tiers[static_cast<int>(slot.launch->source->residency())];
+  tier.seconds += slot.reads->seconds();
+  const std::vector<ReadOutcome>& outcomes = slot.reads->outcomes();
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    if (slot.failures[i]) continue;
+    const std::int64_t wanted = piece_bytes(slot, i);
+    if (outcomes[i].error || outcomes[i].bytes != wanted)
+      fail(slot, i, outcomes[i].bytes, outcomes[i].error);
+  }
+  slot.reads.reset();
+}
+
+void TileFetcher::advance(TileSlot& slot) {
+  if (!slot.reads || !slot.reads->done()) return;
+  collect_reads(slot);
+  transfer(slot);
+}
+
+void TileFetcher::arrive(TileSlot& slot, const Stream& stream,
+                         const std::function<void(const ReadBatch&)>& wait_for_reads) {
+  if (slot.reads) {
+    wait_for_reads(*slot.reads);
+    advance(slot);
+  }
+  upload_table(slot, stream);
+  if (slot.transferred) queue_->order(stream, *slot.copied);
+}
+
+void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometry,
+                               char* planes[2]) const {
+  planes[0] = slot.scratch;
+  planes[1] = slot.scratch + aligned(slot.launch->num_blocks * geometry.plane_bytes[0]);
+}
+
+/// What brings the tiles of a launch into scratch memory; nothing where they are there already.
+std::vector<CopyPiece> TileFetcher::copies(const TileSlot& slot) const {
+  const TileSource& source = *slot.launch->source;
+  const std::optional<TilePools> pools = source.pools();
+  if (slot.in_place) return {};
+  if (!pools) return device_.is_cpu() ? std::vector<CopyPiece>() : staged_copies(slot);
+  const TileGeometry geometry = source.describe();
+  char* planes[2];
+  plane_places(slot, geometry, planes);
+  std::vector<CopyPiece> list;
+  std::int64_t place = 0;
+  for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
+    const std::int64_t count = slot.launch->pieces[i].count;
+    for (int p = 0; p < geometry.num_planes() && !slot.failures[i]; ++p) {
+      const std::int64_t block_bytes = geometry.plane_bytes[p];
+      append_runs({&source, plane_data(*pools, geometry, p), planes[p] + place * block_bytes,
+                   block_bytes, used_bytes(geometry, p)},
+                  blocks_of(slot, i), count, list);
+    }
+    place += count;
+  }
+  return list;
+}
+
+/// Tiles that were read lie in the staging memory as they will in the scratch.
+std::vector<CopyPiece> TileFetcher::staged_copies(const TileSlot& slot) const {
+  std::vector<CopyPiece> list;
+  const auto* const staging = static_cast<const char*>(slot.staging.get());
+  std::int64_t offset = 0;
+  for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
+    const std::int64_t bytes = piece_bytes(slot, i);
+    const bool follows = i > 0 && !slot.failures[i - 1];
+    if (!slot.failures[i] && follows) list.back().bytes += bytes;
+    if (!slot.failures[i] && !follows)
+      list.push_back({slot.scratch + offset, staging + offset, bytes, true});
+    offset += bytes;
+  }
+  return list;
+}
+
+void TileFetcher::transfer(TileSlot& slot) {
+  TierStats& tier = stats_.tiers[static_cast<int>(slot.launch->source->residency())];
+  for (std::size_t i = 0; i < slot.failures.size(); ++i) {
+    if (slot.failures[i]) continue;
+    ++tier.tiles;
+    tier.bytes += piece_bytes(slot, i);
+  }
+  const std::vector<CopyPiece> list = copies(slot);
+  if (list.empty()) return;
+  slot.copied_bytes = 0;
+  for (const CopyPiece& piece : list) slot.copied_bytes += piece.bytes;
+  queue_->order(queue_->stream(), *slot.consumed);
+  if (options_.poison_scratch) queue_->poison(slot.scratch, slot_bytes_);
+  queue_->record(*slot.started, queue_->stream());
+  queue_->copy(list);
+  queue_->record(*slot.copied, queue_->stream());
+  slot.transferred = true;
+}
+
+/// The tables go the way of the kernel: among the large copies a small one would cost its latency.
+void TileFetcher::upload_table(TileSlot& slot, const Stream& stream) {
+  std::vector<bool> wanted;
+  for (const std::optional<TileError>& failure : slot.failures) wanted.push_back(!failure);
+  queue_->wait(*slot.consumed);  // the last kernel of this slot, and with it the last upload
+  slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
+  queue_->upload({slot.table.device, slot.table.host.get(), slot.table.bytes(), true}, stream);
+}
+
+TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
+  const TileSource& source = *slot.launch->source;
+  TilePools pools;
+  if (slot.in_place) {
+    pools = *source.pools();
+  } else {
+    const TileGeometry geometry = source.describe();
+    char* planes[2];
+    plane_places(slot, geometry, planes);
+    pools = pools_at(geometry, planes, slot.launch->num_blocks, device_);
+  }
+  TileArgs args;
+  args.k_pool = pools.k;
+  args.v_pool = pools.v;
+  slot.table.give(args, device_, positions);
+  return args;
+}
+
+void TileFetcher::consumed(TileSlot& slot, const Stream& stream) {
+  queue_->record(*slot.consumed, stream);
+}
+
+bool TileFetcher::reusable(const TileSlot& slot) const {
+  if (!slot.launch) return true;
+  if (slot.reads && !slot.reads->done()) return false;
+  if (slot.transferred && !queue_->passed(*slot.copied)) return false;
+  return !slot.in_place || queue_->passed(*slot.consumed);
+}
+
+void TileFetcher::release(TileSlot& slot) {
+  if (!slot.launch) return;
+  if (slot.transferred) {
+    queue_->wait(*slot.copied);
+    ++stats_.link.tiles;
+    stats_.link.bytes += slot.copied_bytes;
+    stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
+  }
+  // What is read where it lies is in use until the kernel has ended.
+  if (slot.in_place) queue_->wait(*slot.consumed);
+  slot.leases.clear();
+  slot.launch = nullptr;
+  slot.request = nullptr;
+}
+
+void TileFetcher::drain(TileSlot& slot) {
+  if (slot.reads) slot.reads->wait();
+  slot.reads.reset();
+  release(slot);
+}
+
+StreamStats TileFetcher::take_stats() { return std::exchange(stats_, {}); }
+
+}  // namespace tiledattn

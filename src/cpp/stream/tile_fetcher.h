@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Brings the tiles of a launch to where attention can read them.
+//
+// A launch passes through one slot of a ring: begin() fetches, or asks the source to read;
+// arrive() waits for the source and puts on the stream of attention what makes it wait for the
+// copies; consumed() marks the end of the kernel. Three orders keep slots from being overwritten,
+// and there are no others:
+//   copied     a kernel starts after the copies into its slot;
+//   consumed   copies into a slot start after the kernel that read it;
+//   reusable() host memory that copies read from, and leases, are given up after the copies.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "backend.h"
+#include "copy_queue.h"
+#include "stream/read_threads.h"
+#include "stream/stream_plan.h"
+#include "stream/tile_table.h"
+#include "tiledattn/streaming.h"
+
+namespace tiledattn {
+
+/// One place of the ring: scratch for the tiles of a launch, and what is under way there.
+struct TileSlot {
+  char* scratch = nullptr;
+  std::shared_ptr<void> staging;  // host memory between a source that is read and the GPU
+  TileTable table;
+  std::unique_ptr<StreamEvent> started, copied, consumed;
+
+  const TileLaunch* launch = nullptr;  // null: the slot is free
+  const StreamRequest* request = nullptr;
+  bool in_place = false;
+  bool transferred = false;  // copies are on the queue
+  std::int64_t copied_bytes = 0;
+  std::vector<Lease> leases;
+  std::shared_ptr<ReadBatch> reads;
+  std::vector<std::optional<TileError>> failures;  // for each piece
+};
+
+class TileFetcher {
+ public:
+  TileFetcher(const TiledAttentionDims& dims, Device device, const StreamOptions& options);
+  /// Waits for reads and copies.
+  ~TileFetcher();
+
+  /// Blocks that a launch can take from this source. ValueError where that is less than a tile.
+  std::int64_t capacity(const TileSource& source) const;
+  /// Is this source attended to where it lies?
+  bool in_place(const TileSource& source) const;
+  /// Refuses a source that cannot be fetched from, and makes it ready.
+  void prepare(TileSource& source) const;
+
+  /// Fetch, or begin to read, the tiles of a launch into a reusable slot.
+  void begin(TileSlot& slot, const TileLaunch& launch, const StreamRequest& request);
+  /// Begin the copies of a slot whose source is done, if it is.
+  void advance(TileSlot& slot);
+  /// Wait for the source, then order `stream` after the copies. `wait_for_reads` waits as it likes.
+  void arrive(TileSlot& slot, const Stream& stream,
+              const std::function<void(const ReadBatch&)>& wait_for_reads);
+  /// The tile as step_tile takes it, but for q.
+  TileArgs tile(const TileSlot& slot, bool positions) const;
+  /// The kernel that reads the slot is on `stream`.
+  void consumed(TileSlot& slot, const Stream& stream);
+
+  /// Can begin() use the slot without waiting?
+  bool reusable(const TileSlot& slot) const;
+  /// Wait until it can, and give up leases.
+  void release(TileSlot& slot);
+  /// Wait for all that is under way in the slot, wanted or not.
+  void drain(TileSlot& slot);
+
+  std::vector<TileSlot>& slots() { return slots_; }
+  const CopyQueue& queue() const { return *queue_; }
+  std::int64_t nbytes() const { return scratch_.bytes() + tables_.bytes(); }
+
+  /// Tiles, bytes and seconds since the last call.
+  StreamStats take_stats();
+
+ private:
+  void begin_reads(TileSlot& slot);
+  void transfer(TileSlot& slot);
+  void upload_table(TileSlot& slot, const Stream& stream);
+  void collect_reads(TileSlot& slot);
+  void fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
+            std::exception_ptr cause);
+  std::vector<CopyPiece> copies(const TileSlot& slot) const;
+  std::vector<CopyPiece> staged_copies(const TileSlot& slot) const;
+  /// Where the planes of this launch lie in its slot.
+  void plane_places(const TileSlot& slot, const TileGeometry& geometry, char* planes[2]) const;
+  std::int64_t piece_bytes(const TileSlot& slot, std::size_t piece) const;
+
+  TiledAttentionDims dims_;
+  Device device_;
+  StreamOptions options_;
+  const Backend& backend_;
+  std::int64_t slot_bytes_;
+  Buffer scratch_, tables_;
+  StreamStats stats_;
+  std::vector<TileSlot> slots_;
+  std::unique_ptr<CopyQueue> queue_;
+  ReadThreads readers_;
+};
+
+}  // namespace tiledattn

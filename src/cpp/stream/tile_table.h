@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The index arrays of one step_tile: block ids, counts, valid slots and positions.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "stream/stream_plan.h"
+#include "tiledattn/attention.h"
+
+namespace tiledattn {
+
+/// Written on the host, read on the device; on the CPU both are the same memory.
+struct TileTable {
+  std::shared_ptr<void> host;
+  void* device = nullptr;
+  std::int64_t num_seqs = 0;
+  std::int64_t width = 0;
+
+  /// Bytes of a table of this size.
+  static std::int64_t bytes(std::int64_t num_seqs, std::int64_t width);
+  std::int64_t bytes() const { return bytes(num_seqs, width); }
+
+  /// Write the tables of a launch. `wanted[i]` false: piece i is left out. `in_place`: ids are the
+  /// source's own, else places in the scratch in the order of the pieces.
+  void fill(const TileLaunch& launch, const StreamRequest& request, const std::vector<bool>& wanted,
+            bool in_place, std::int64_t block_size);
+  /// The arrays as step_tile takes them.
+  void give(TileArgs& args, Device where, bool positions) const;
+};
+
+}  // namespace tiledattn
