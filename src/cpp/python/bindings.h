@@ -12,5 +12,6 @@ void bind_state(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_one_shot(nanobind::module_& m);
 void bind_build(nanobind::module_& m);
+void bind_jax(nanobind::module_& m);
 
 }  // namespace tiledattn::binding

@@ -19,4 +19,5 @@ NB_MODULE(_core, m) {
   tiledattn::binding::bind_attention(m);
   tiledattn::binding::bind_one_shot(m);
   tiledattn::binding::bind_build(m);
+  tiledattn::binding::bind_jax(m);
 }
