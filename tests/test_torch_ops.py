@@ -125,7 +125,9 @@ def test_merge_attention(torch_carrier):
     compare.lse_close(torch_carrier.numpy(lse), want_lse)
 
 
-@pytest.mark.parametrize("op", ["flash", "flash_into", "paged", "paged_into", "merge", "write_kv"])
+@pytest.mark.parametrize(
+    "op", ["flash", "flash_lse", "flash_into", "paged", "paged_lse", "paged_into", "merge", "write_kv"]
+)
 def test_opcheck(op, torch_carrier):
     """torch's own check: schema, fake kernel, autograd registration, AOT dispatch with dynamic shapes."""
     ops = torch.ops.tiledattn
@@ -142,20 +144,20 @@ def test_opcheck(op, torch_carrier):
     if op.startswith("flash"):
         args, options, want = _flash(torch_carrier)
         rest = ("bshd", None, None, None, None)
-        functional, into = ops.flash_attention.default, ops.flash_attention_into.default
     else:
         args, options, want = _paged(torch_carrier)
         rest = (None, None)
-        functional, into = ops.paged_attention.default, ops.paged_attention_into.default
     score = [options[name] for name in ("causal", "softmax_scale")]
     score += [*options["window"], options["softcap"], options["sinks"]]
     args = (*args, *score, *rest)
-    if op.endswith("into"):
+    family, _, suffix = op.partition("_")
+    overload = getattr(ops, "_".join(filter(None, (family, "attention", suffix)))).default
+    if suffix == "into":
         out = torch.zeros(want.out.shape, device=device)
-        torch.library.opcheck(into, (out, torch.zeros(want.lse.shape, device=device), *args))
-        torch.library.opcheck(into, (out, None, *args))
+        torch.library.opcheck(overload, (out, torch.zeros(want.lse.shape, device=device), *args))
+        torch.library.opcheck(overload, (out, None, *args))
     else:
-        torch.library.opcheck(functional, args)
+        torch.library.opcheck(overload, args)
 
 
 def test_fake_results_are_the_real_ones(torch_carrier):
@@ -283,9 +285,11 @@ def test_a_graph_replays_new_lengths(gpu):
     _close(gpu, got, reference.paged(*first.args[:4], lens, **first.kwargs))
 
 
+# torch begins its pool of graphs with an empty one.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.gpu
 def test_compiled_with_cuda_graphs(gpu):
-    """torch.compile(mode="reduce-overhead"): the operators inside graphs that torch captures itself."""
+    """The operators inside graphs that torch captures itself."""
     args, options, want = _flash(gpu)
     torch._dynamo.reset()
     call = torch.compile(

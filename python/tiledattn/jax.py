@@ -140,8 +140,8 @@ def paged_attention(
     ValueError
         For an array with a wrong number of dimensions.
     jax.errors.JaxRuntimeError or ValueError
-        For all else, when the call runs: JAX chooses. On a GPU wrong block ids and lengths make the result of their sequence
-        NaN, and the next call raises them.
+        For all else, when the call runs: JAX chooses. On a GPU wrong block ids and lengths make the result of their
+        sequence NaN, and the next call raises them.
 
     Examples
     --------

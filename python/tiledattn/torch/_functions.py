@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._types import Window
@@ -83,7 +84,9 @@ def flash_attention(
         max_seqlen_q,
         max_seqlen_k,
     )
-    return _call(_ops.flash_attention, _ops.flash_attention_into, arguments, out, lse, return_lse)
+    if out is None and lse is None:
+        return (_ops.flash_attention_lse if return_lse else _ops.flash_attention)(*arguments)
+    return _fill(_ops.flash_attention_into, arguments, out, lse, return_lse)
 
 
 def paged_attention(
@@ -155,26 +158,20 @@ def paged_attention(
         cu_seqlens_q,
         max_seqlen_q,
     )
-    return _call(_ops.paged_attention, _ops.paged_attention_into, arguments, out, lse, return_lse)
-
-
-def _call(
-    functional: Any,
-    into: Any,
-    arguments: tuple[Any, ...],
-    out: Tensor | None,
-    lse: Tensor | None,
-    return_lse: bool,
-) -> Any:
-    """Make the results by the operator, or fill those that the caller gave."""
     if out is None and lse is None:
-        made_out, made_lse = functional(*arguments)
-        return (made_out, made_lse) if return_lse else made_out
+        return (_ops.paged_attention_lse if return_lse else _ops.paged_attention)(*arguments)
+    return _fill(_ops.paged_attention_into, arguments, out, lse, return_lse)
+
+
+def _fill(
+    into: Any, arguments: tuple[Any, ...], out: Tensor | None, lse: Tensor | None, return_lse: bool
+) -> Any:
+    """Fill the results that the caller gave, and make the others."""
     q, v = arguments[0], arguments[2]
     if out is None:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if lse is None and return_lse:
-        lse = out.new_empty(out.shape[:-1]).float()
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
     into(out, lse, *arguments)
     return out if lse is None else (out, lse)
 

@@ -27,9 +27,11 @@ _INTO = "Tensor(a!) out, Tensor(b!)? lse"
 
 _library = torch.library.Library("tiledattn", "DEF")
 for _schema in (
-    f"flash_attention({_FLASH}) -> (Tensor, Tensor)",
+    f"flash_attention({_FLASH}) -> Tensor",
+    f"flash_attention_lse({_FLASH}) -> (Tensor, Tensor)",
     f"flash_attention_into({_INTO}, {_FLASH}) -> ()",
-    f"paged_attention({_PAGED}) -> (Tensor, Tensor)",
+    f"paged_attention({_PAGED}) -> Tensor",
+    f"paged_attention_lse({_PAGED}) -> (Tensor, Tensor)",
     f"paged_attention_into({_INTO}, {_PAGED}) -> ()",
     "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, float lse_base) -> (Tensor, Tensor)",
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping) -> ()",
@@ -54,7 +56,7 @@ def _flash_attention(
     max_seqlen_k: int | None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    return_lse: bool = True,
+    return_lse: bool = False,
 ) -> Any:
     return _api.flash_attention(
         q,
@@ -92,7 +94,7 @@ def _paged_attention(
     max_seqlen_q: int | None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    return_lse: bool = True,
+    return_lse: bool = False,
 ) -> Any:
     return _api.paged_attention(
         q,
@@ -113,11 +115,21 @@ def _paged_attention(
     )
 
 
+def _with_lse(kernel: Any) -> Any:
+    """Make the kernel of the operator that returns lse too."""
+
+    def with_lse(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel(*args, return_lse=True)
+        return out, lse
+
+    return with_lse
+
+
 def _into(kernel: Any) -> Any:
     """Make the kernel of the operator that fills given tensors."""
 
     def into(out: Tensor, lse: Tensor | None, *args: Any) -> None:
-        kernel(*args, out=out, lse=lse, return_lse=False)
+        kernel(*args, out=out, lse=lse)
 
     return into
 
@@ -134,8 +146,10 @@ def _write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping
 
 for _name, _kernel in (
     ("flash_attention", _flash_attention),
+    ("flash_attention_lse", _with_lse(_flash_attention)),
     ("flash_attention_into", _into(_flash_attention)),
     ("paged_attention", _paged_attention),
+    ("paged_attention_lse", _with_lse(_paged_attention)),
     ("paged_attention_into", _into(_paged_attention)),
     ("merge_attention", _merge_attention),
     ("write_kv", _write_kv),
@@ -156,10 +170,13 @@ def _refuse_gradients(*arguments: Any) -> None:
             )
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     _refuse_gradients(q, k, v, *rest)
-    shape = q.shape[:-1]
-    return q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _fake_attention_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_attention(q, k, v, *rest), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _fake_merge(
@@ -175,8 +192,10 @@ def _fake_write(*arguments: Any) -> None:
 
 for _name, _fake in (
     ("flash_attention", _fake_attention),
+    ("flash_attention_lse", _fake_attention_lse),
     ("flash_attention_into", _fake_write),
     ("paged_attention", _fake_attention),
+    ("paged_attention_lse", _fake_attention_lse),
     ("paged_attention_into", _fake_write),
     ("merge_attention", _fake_merge),
     ("write_kv", _fake_write),
@@ -184,8 +203,10 @@ for _name, _fake in (
     torch.library.register_fake(f"tiledattn::{_name}", _fake, lib=_library)
 
 flash_attention = torch.ops.tiledattn.flash_attention.default
+flash_attention_lse = torch.ops.tiledattn.flash_attention_lse.default
 flash_attention_into = torch.ops.tiledattn.flash_attention_into.default
 paged_attention = torch.ops.tiledattn.paged_attention.default
+paged_attention_lse = torch.ops.tiledattn.paged_attention_lse.default
 paged_attention_into = torch.ops.tiledattn.paged_attention_into.default
 merge_attention = torch.ops.tiledattn.merge_attention.default
 write_kv = torch.ops.tiledattn.write_kv.default

@@ -87,9 +87,12 @@ def scaled_dot_product_attention(
         k, v = k[:, :length], v[:, :length]
         window = (None, length - k.shape[1])
     out = _functions.flash_attention(q, k, v, window=window, softmax_scale=scale)
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    out = out.transpose(1, 2)
+    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _batched(x: Tensor) -> Tensor:
     """``[..., H, L, E]`` as ``[B, H, L, E]``."""
+    if x.dim() == 4:
+        return x
     return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
