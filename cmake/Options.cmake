@@ -11,7 +11,7 @@ set(TILEDATTN_CUDA "${cuda_default}"
     CACHE STRING "CUDA kernels: AUTO (where an nvcc is found), ON (fail without one) or OFF")
 set_property(CACHE TILEDATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT TILEDATTN_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "TILEDATTN_CUDA is '${TILEDATTN_CUDA}'; it must be AUTO, ON or OFF")
+  message(FATAL_ERROR "TILEDATTN_CUDA: got \"${TILEDATTN_CUDA}\"; expected AUTO, ON or OFF")
 endif()
 
 set(python_default OFF)

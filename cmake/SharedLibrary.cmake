@@ -25,6 +25,7 @@ install(
   INCLUDES
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(DIRECTORY src/cpp/include/tiledattn DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" COMPONENT library)
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT library)
 # The exported file is the whole package: the library has no dependency that a user must find first.
 install(EXPORT tiledattn FILE tiledattnConfig.cmake NAMESPACE tiledattn:: DESTINATION "${package_dir}"
         COMPONENT library)

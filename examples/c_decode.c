@@ -2,8 +2,7 @@
  * Tiled decode attention from C: two sequences, two query heads, KV in the blocks of a paged pool,
  * visited in tiles of two blocks.
  *
- * Build against an installed tiledattn:
- *   cc -std=c99 c_decode.c -ltiledattn -lm -o c_decode
+ * docs/cpp.md says how to build it against an installed tiledattn.
  */
 #include <math.h>
 #include <stdio.h>

@@ -2,8 +2,7 @@
 // One decode step over a KV cache that is never in memory as a whole: blocks are fetched tile by
 // tile into a small scratch pool. The result is compared with attention over the whole cache.
 //
-// Build against an installed tiledattn:
-//   c++ -std=c++17 cpp_decode.cpp -ltiledattn -o cpp_decode
+// docs/cpp.md says how to build it against an installed tiledattn.
 #include <tiledattn/tiledattn.h>
 
 #include <algorithm>

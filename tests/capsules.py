@@ -64,7 +64,8 @@ _alive = []  # callbacks must outlive the capsules, and those the test
 class Producer:
     """An object with ``__dlpack__`` over a float32 NumPy array; ``deleted`` counts calls of the deleter.
 
-    ``again`` hands out the same capsule each time, as a broken producer would.
+    ``again`` hands out the same capsule each time, as a broken producer would; ``says`` is what
+    ``__dlpack_device__`` gives instead of the capsule's device; ``strides`` and ``shape`` replace the array's.
     """
 
     def __init__(
@@ -77,12 +78,17 @@ class Producer:
         version=(1, 0),
         flags=0,
         strides=True,
+        shape=None,
         byte_offset=0,
         again=False,
+        says=None,
     ):
-        self.array, self.deleted, self.device, self.again, self.kept = array, 0, device, again, None
-        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        steps = (ctypes.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
+        self.array, self.deleted, self.again, self.kept = array, 0, again, None
+        self.device = device if says is None else says
+        shape = (ctypes.c_int64 * array.ndim)(*(array.shape if shape is None else shape))
+        given = isinstance(strides, tuple)
+        steps = strides if given else tuple(s // array.itemsize for s in array.strides)
+        steps = (ctypes.c_int64 * array.ndim)(*steps)
         tensor = _Tensor(array.ctypes.data - byte_offset, device, array.ndim, dtype, shape, None, byte_offset)
         if strides:
             tensor.strides = steps

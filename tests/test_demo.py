@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
 import sys
 
 import compare
 import numpy as np
 import pytest
 import reference
+import tiledattn as ta
 from tiledattn import cli
 from tiledattn.demo import app
 from tiledattn.demo.arrays import arrays_for
@@ -184,7 +188,7 @@ def test_kv_file_layout_on_disk(tmp_path):
     shape = (SMALL.num_layers, 25, 2, SMALL.num_kv_heads, 4, SMALL.head_dim)
     on_disk = np.fromfile(path, np.float16).reshape(shape)
     np.testing.assert_array_equal(on_disk[2, 5, 1, 0, 3], v[23, 0].astype(np.float16))
-    with pytest.raises(DemoError, match=r"--kv-file: .*kv exists"):
+    with pytest.raises(DemoError, match=r"--kv-file: got .*kv, which exists; expected a new file"):
         small_kv(path)
 
 
@@ -360,9 +364,9 @@ def test_demo_exit_code_tells_of_a_failed_verification(monkeypatch, capsys):
     [
         ([], "required: command"),
         (["demo", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
-        (["demo", "--tokens", "0"], "--tokens: '0', wanted an integer >= 1"),
-        (["demo", "--scratch-blocks", "two"], "--scratch-blocks: 'two', wanted an integer >= 1"),
-        (["demo", "--random-weights", "-1"], "--random-weights: '-1', wanted an integer >= 0"),
+        (["demo", "--tokens", "0"], "--tokens: got '0'; expected an integer >= 1"),
+        (["demo", "--scratch-blocks", "two"], "--scratch-blocks: got 'two'; expected an integer >= 1"),
+        (["demo", "--random-weights", "-1"], "--random-weights: got '-1'; expected an integer >= 0"),
         (["demo", "--prompt", "a", "--prompt-file", "b"], "not allowed with argument"),
         (["demo", "--model", "a", "--random-weights", "1"], "not allowed with argument"),
     ],
@@ -381,11 +385,11 @@ def test_errors_of_the_demo_are_messages(capsys, tmp_path, monkeypatch):
     latin.write_bytes(b"caf\xe9")
     taken.write_text("mine")
     for arguments, text in [
-        (["--prompt", "x" * 100], "--prompt or --prompt-file: 100 tokens, at most 99 leave room"),
-        (["--prompt", ""], "--prompt or --prompt-file: holds no text"),
+        (["--prompt", "x" * 100], "--prompt or --prompt-file: got 100 tokens; expected at most 99"),
+        (["--prompt", ""], "--prompt or --prompt-file: got no text; expected"),
         (["--prompt-file", str(tmp_path / "none")], "No such file"),
-        (["--prompt-file", str(latin)], "is not UTF-8 text (unexpected end of data at byte 3)"),
-        (["--prompt", "a", "--kv-file", str(taken)], "taken exists"),
+        (["--prompt-file", str(latin)], "latin.txt with unexpected end of data at byte 3; expected UTF-8"),
+        (["--prompt", "a", "--kv-file", str(taken)], "taken, which exists; expected a new file"),
     ]:
         assert cli.main(["demo", "--random-weights", "0", *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -411,6 +415,70 @@ def test_info_command(capsys):
     assert "cpu_isa" in capsys.readouterr().out
     assert cli.main(["info", "--json"]) == 0
     assert '"version"' in capsys.readouterr().out
+
+
+def _tiledattn(*arguments, **environment):
+    """Exit code, stdout and stderr of the command in a process of its own."""
+    command = [sys.executable, "-m", "tiledattn.cli", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_version_option():
+    assert _tiledattn("--version") == (0, f"tiledattn {ta.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "command", [["info"], ["info", "--json"], ["demo", "--random-weights", "1"]], ids=str
+)
+def test_a_wrong_instruction_set_is_one_line(command):
+    code, _, err = _tiledattn(*command, TILEDATTN_CPU_ISA="foo")
+    assert code == 2
+    assert re.fullmatch(
+        rf'tiledattn {command[0]}: error: TILEDATTN_CPU_ISA: got "foo"; expected .*scalar.*\n', err
+    )
+
+
+def test_a_wrong_number_of_threads_is_one_line():
+    code, _, err = _tiledattn("demo", "--random-weights", "1", TILEDATTN_NUM_THREADS="many")
+    assert code == 2
+    assert err == 'tiledattn demo: error: TILEDATTN_NUM_THREADS: got "many"; expected 1 to 1024\n'
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ta.CudaError("cudaMalloc: no\n  such luck"), "cudaMalloc: no; such luck"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("device: got 3"), "device: got 3"),
+        (OSError(28, "No space left"), "[Errno 28] No space left"),
+    ],
+    ids=repr,
+)
+def test_refusals_are_one_line(error, line, capsys, monkeypatch):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr("tiledattn.info", refuse)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err == f"tiledattn info: error: {line}\n"
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr("tiledattn.info", lambda: None)
+    with pytest.raises(TypeError):
+        cli.main(["info"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", "some.gguf"]], ids=str)
+def test_the_extras_of_the_demo_are_named(arguments, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert cli.main(["demo", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for text in ('`pip install "tiledattn[demo]"`', '`pip install ".[demo]"`', "--random-weights"):
+        assert text in line
 
 
 def test_progress_bar_on_a_terminal(capsys, monkeypatch):

@@ -216,9 +216,9 @@ def read_all(file):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(DemoError, match=r"--model: .*model\.gguf is not a GGUF file"):
+    with pytest.raises(DemoError, match=r"--model: got .*model\.gguf, which cannot .*; expected a GGUF file"):
         GgufFile(path)
-    with pytest.raises(DemoError, match=r"--model: .* is not a file"):
+    with pytest.raises(DemoError, match=r"--model: got .* is not a file; expected a GGUF file"):
         GgufFile(tmp_path)
 
 

@@ -213,6 +213,122 @@ def test_unaligned_arrays(offset):
         _close(out, (q, k, v))
 
 
+def _odd(array):
+    """The same numbers one byte after a multiple of their size."""
+    raw = np.empty(array.nbytes + 1, np.uint8)
+    odd = raw[1:].view(array.dtype).reshape(array.shape)
+    odd[...] = array
+    assert odd.ctypes.data % array.itemsize == 1
+    return odd
+
+
+def _far(array):
+    """The same array with rows so far apart that offsets leave 64 bits."""
+    kind = capsules.INT if array.dtype.kind == "i" else capsules.FLOAT
+    strides = (2**62, *(s // array.itemsize for s in array.strides[1:]))
+    return capsules.Producer(array, dtype=(kind, 8 * array.itemsize, 1), strides=strides)
+
+
+def _calls_with_indices(dtype):
+    """(function, arrays by name, names of the index arrays) of every call that takes index arrays."""
+
+    def numbers(*values):
+        return np.array(values, dtype)
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((6, 2, 8)).astype(np.float32) for _ in range(3))
+    pool = rng.standard_normal((5, 4, 2, 8)).astype(np.float32)
+    dims = ta.TiledAttentionDims(
+        max_seqs=2, num_q_heads=2, num_kv_heads=2, head_dim=8, block_size=4, tile_capacity=2
+    )
+    attn = ta.TiledAttention(dims, device="cpu")
+    attn.begin_step(2)
+    flash = {"q": q, "k": k, "v": v, "cu_seqlens_q": numbers(0, 2, 6), "cu_seqlens_k": numbers(0, 4, 6)}
+    table = np.array([[1, 3], [4, 0]], dtype)
+    paged = {"q": q, "k_pool": pool, "v_pool": pool, "block_table": table, "seq_lens": numbers(5, 8)}
+    tile = {"q": q[:2], "k_pool": pool, "v_pool": pool, "tile_blocks": table}
+    tile |= {"tile_block_counts": numbers(2, 1), "last_block_valid_slots": numbers(4, 3)}
+    tile |= {"kv_positions": numbers(0, 0), "q_positions": numbers(9, 9)}
+    write = {"k": k, "v": v, "k_pool": pool.copy(), "v_pool": pool.copy()}
+    return [
+        (ta.flash_attention, flash, ["cu_seqlens_q", "cu_seqlens_k"]),
+        (
+            ta.paged_attention,
+            paged | {"cu_seqlens_q": numbers(0, 2, 6)},
+            ["block_table", "seq_lens", "cu_seqlens_q"],
+        ),
+        (attn.step_tile, tile, list(tile)[3:]),
+        (ta.write_kv, write | {"slot_mapping": numbers(0, 19, -1, 4, 5, 6)}, ["slot_mapping"]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_misaligned_index_arrays_are_refused(dtype):
+    for call, arrays, names in _calls_with_indices(dtype):
+        for name in names:
+            with pytest.raises(ValueError, match=rf"{name}: .*multiple of its {dtype().itemsize}-byte"):
+                call(**{**arrays, name: _odd(arrays[name])})
+        call(**arrays)
+
+
+def test_strides_whose_offsets_leave_64_bits_are_refused():
+    """Refused and not wrapped: 2**62 elements of 4 bytes are offset 0 modulo 2**64."""
+    for dtype in (np.int32, np.int64):
+        for call, arrays, _ in _calls_with_indices(dtype):
+            for name, array in arrays.items():
+                far = _far(array)
+                with pytest.raises(
+                    ValueError, match=rf"{name}: got strides \[4611686018427387904.*4e18 bytes"
+                ):
+                    call(**{**arrays, name: far})
+                gc.collect()
+                assert far.deleted == 1
+            call(**arrays)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_outputs_whose_offsets_leave_64_bits_are_refused(name):
+    q, k, v = (np.concatenate([x, x]) for x in _qkv())
+    result = np.full(q.shape if name == "out" else q.shape[:-1], 7.0, np.float32)
+    with pytest.raises(ValueError, match=rf"{name}: got strides \[4611686018427387904"):
+        ta.flash_attention(q, k, v, **{name: _far(result)})
+    assert (result == 7).all()
+
+
+def test_shapes_whose_size_leaves_64_bits_are_refused():
+    q, k, v = _qkv()
+    for strides in ((0, 0, 0, 1), False):
+        huge = capsules.Producer(k, shape=(2**32, 2**32, 2, 8), strides=strides)
+        with pytest.raises(ValueError, match=r"k: got shape \[4294967296, 4294967296, 2, 8\]"):
+            ta.flash_attention(q, huge, v)
+
+
+@pytest.mark.parametrize(
+    ("says", "device"),
+    [((capsules.CUDA, 0), (capsules.CPU, 0)), ((capsules.CPU, 0), (capsules.CUDA, 0))],
+    ids=["says cuda", "says cpu"],
+)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_device_that_the_capsule_contradicts_is_refused(says, device, name):
+    """The stream was chosen for one device and the data would be read on another."""
+    q, k, v = _qkv()
+    arrays = {"q": q, "k": k, "v": v, "out": np.full_like(q, 7.0)}
+    maker = capsules.Producer(arrays[name], says=says, device=device)
+    with pytest.raises(ValueError, match=rf"{name}: its __dlpack_device__\(\) says .*, but its capsule"):
+        ta.flash_attention(**{**arrays, name: maker})
+    assert (arrays["out"] == 7.0).all()
+    gc.collect()
+    assert maker.deleted == 1
+
+
+@pytest.mark.parametrize("says", [None, 1, (1,), ("cpu", 0), (1, 0, 0), (1.5, 0)], ids=str)
+def test_a_device_that_is_no_pair_of_numbers_is_refused(says):
+    q, k, v = _qkv()
+    maker = capsules.Producer(k, says=() if says is None else says)
+    with pytest.raises(TypeError, match=r"k: .*__dlpack_device__\(\) gave .*pair of numbers"):
+        ta.flash_attention(q, maker, v)
+
+
 def test_other_byte_order_is_refused():
     q, k, v = _qkv()
     with pytest.raises((TypeError, BufferError, ValueError), match="k"):

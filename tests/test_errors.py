@@ -146,6 +146,13 @@ FLASH_BAD = {
         TypeError,
         ["cu_seqlens_q", "float64"],
     ),
+    "out_rank": ((_f(2, 3, 4, 8),) * 3, {"out": _f(6, 4, 8)}, ValueError, ["out", "6, 4, 8", "2, 3, 4, 8"]),
+    "out_rank_packed": (
+        (_f(3, 4, 8),) * 3,
+        {"out": _f(1, 3, 4, 8), "cu_seqlens_q": np.array([0, 3]), "cu_seqlens_k": np.array([0, 3])},
+        ValueError,
+        ["out", "1, 3, 4, 8", "3, 4, 8"],
+    ),
     "cu_empty": (
         (_f(0, 4, 8),) * 3,
         {"cu_seqlens_q": np.zeros(0, np.int32), "cu_seqlens_k": np.zeros(0, np.int32)},
@@ -184,7 +191,19 @@ PAGED_BAD = {
     "lens_list": ({"seq_lens": [20, 9]}, TypeError, ["seq_lens", "list"]),
     "q_type": ({"q": _f(2, 4, 64).astype(np.float16)}, TypeError, ["float16", "float32"]),
     "out_shape": ({"out": _f(2, 4, 63)}, ValueError, ["out", 63, 64]),
+    "out_tokens": ({"out": _f(2, 1, 4, 64)}, ValueError, ["out", "2, 1, 4, 64", "2, 4, 64"]),
+    "out_no_tokens": (
+        {"q": _f(2, 1, 4, 64), "out": _f(2, 4, 64)},
+        ValueError,
+        ["out", "2, 4, 64", "2, 1, 4, 64"],
+    ),
+    "out_ragged": (
+        {"out": _f(2, 1, 4, 64), "cu_seqlens_q": np.array([0, 1, 2])},
+        ValueError,
+        ["out", "2, 1, 4, 64", "2, 4, 64"],
+    ),
     "lse_shape": ({"lse": _f(4, 2)}, ValueError, ["lse"]),
+    "lse_tokens": ({"lse": _f(2, 1, 4)}, ValueError, ["lse", "2, 1, 4", "2, 4"]),
     "ragged_q_rank": (
         {"q": _f(2, 1, 4, 64), "cu_seqlens_q": np.array([0, 1, 2])},
         ValueError,
@@ -236,6 +255,13 @@ STEP_BAD = {
     ),
     "out_batch": ({"out": _f(3, 4, 64)}, ValueError, ["out", 3, 2]),
     "out_type": ({"out": np.zeros((2, 4, 64))}, TypeError, ["out", "float64"]),
+    "out_tokens": ({"out": _f(2, 1, 4, 64)}, ValueError, ["out", "2, 1, 4, 64", "num_seqs=2, num_q_heads=4"]),
+    "out_no_tokens": (
+        {"q": _f(2, 1, 4, 64), "out": _f(2, 4, 64)},
+        ValueError,
+        ["out", "2, 4, 64", "num_seqs=2, q_len=1, num_q_heads=4"],
+    ),
+    "lse_tokens": ({"out": _f(2, 4, 64), "lse": _f(2, 1, 4)}, ValueError, ["lse", "2, 1, 4", "2, 4"]),
     "lse_alone": ({"lse": _f(2, 4)}, ValueError, ["lse", "out"]),
     "lse_shape": ({"out": _f(2, 4, 64), "lse": _f(2, 5)}, ValueError, ["lse", 5, 4]),
 }
@@ -277,6 +303,81 @@ def test_step_order_and_sizes(cpu):
     _refused(ValueError, ["out", 3, 2], attn.finalize, out=_f(3, 4, 64))
     _refused(TypeError, ["out", "float64"], attn.finalize, out=np.zeros((2, 4, 64)))
     _refused(ValueError, ["out", 63, 64], attn.finalize, out=_f(2, 4, 63))
+
+
+@pytest.mark.parametrize("q_shape", [(2, 4, 64), (2, 1, 4, 64)], ids=str)
+def test_finalize_goes_by_the_form_of_q(q_shape, device):
+    """One token as [B, Hq, D] or as [B, 1, Hq, D]: out has the same form, made or given."""
+    data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9)), tile_blocks=(3,)).make("float32")
+    data = data._replace(paged=data.paged._replace(q=data.paged.q.reshape(q_shape)))
+    attn = calls.make_attention(device, data)
+    attn.begin_step(2)
+    calls.step(device, attn, data, data.tiles[0])
+    out, lse = device.call(attn.finalize, return_lse=True)
+    assert (out.shape, lse.shape) == (q_shape, q_shape[:-1])
+    other = (2, 1, 4, 64) if len(q_shape) == 3 else (2, 4, 64)
+    for name, shape in (("out", other), ("lse", other[:-1])):
+        wrong = device.array(np.full(shape, 7.0, np.float32))
+        parts = [name, ", ".join(map(str, shape))]
+        _refused(ValueError, parts, attn.finalize, **{name: wrong})
+        assert (device.numpy(wrong) == 7).all()
+
+
+def test_calls_before_begin_step_say_so(cpu):
+    data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9)), tile_blocks=(3,)).make("float32")
+    attn = calls.make_attention(cpu, data)
+    _refused(ValueError, ["q", 2, 0, "call begin_step"], calls.step, cpu, attn, data, data.tiles[0])
+    _refused(ValueError, ["out", 2, 0, "call begin_step"], attn.finalize, out=_f(2, 4, 64))
+    assert attn.finalize().shape == (0, 4, 64)  # as after begin_step(0)
+    attn.begin_step(2)
+    calls.step(cpu, attn, data, data.tiles[0])
+    with pytest.raises(ValueError) as caught:  # a step of another size needs no such hint
+        attn.finalize(out=_f(3, 4, 64))
+    assert "call begin_step" not in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_result_before_begin_step_on_a_gpu(gpu):
+    attn = calls.make_attention(gpu, cases.Tiled("", cases.Paged("")).make("float32"))
+    _refused(ValueError, ["out", "None", "begin_step"], attn.finalize)
+
+
+@pytest.mark.parametrize(
+    "pool", [None, [1], [[1.0]], 3, "pool", object()], ids=lambda given: type(given).__name__
+)
+def test_scratch_pool_views_take_an_array(pool):
+    _refused(TypeError, ["pool", "array", type(pool).__name__], ta.scratch_pool_views, pool)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3, 5), (4, 3, 2, 5, 8), ()])
+def test_scratch_pool_views_take_a_scratch_pool(shape):
+    _refused(ValueError, ["pool", *shape, "num_slots"], ta.scratch_pool_views, _f(*shape))
+
+
+@pytest.mark.parametrize("states", [None, 3, object()], ids=lambda given: type(given).__name__)
+def test_merge_states_takes_a_sequence(states):
+    _refused(TypeError, ["states", "State", type(states).__name__], ta.merge_states, states)
+
+
+def test_merge_states_takes_one_state_or_more(cpu):
+    attn = calls.make_attention(cpu, cases.Tiled("", cases.Paged("")).make("float32"))
+    state = attn.state()
+    _refused(TypeError, ["states", "sequence", "State"], ta.merge_states, state)
+    for none in ([], (), iter([])):
+        _refused(ValueError, ["states", "empty", "one state or more"], ta.merge_states, none)
+    for bad in (None, 1, attn):
+        _refused(TypeError, ["states[1]", "State", type(bad).__name__], ta.merge_states, [state, bad])
+    _refused(TypeError, ["states[0]", "State", "str"], ta.merge_states, "ab")
+    assert ta.merge_states(iter([state, state])).num_seqs == 0
+
+
+@pytest.mark.parametrize("workspace", [3, "big", 1 << 20, np.zeros(4), ta.Workspace], ids=str)
+def test_workspace_type(workspace, cpu):
+    qkv, _ = cases.Flash("").make("float32")
+    parts = ["workspace", "Workspace", type(workspace).__name__]
+    _refused(TypeError, parts, calls.run_flash, cpu, qkv, workspace=workspace)
+    data = cases.Paged("").make("float32")
+    _refused(TypeError, parts, calls.run_paged, cpu, data, workspace=workspace)
 
 
 @pytest.mark.parametrize("max_seqs", [2**42, 2**62])

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
+import re
+import typing
 
 import arrays
 import processes
@@ -120,6 +123,61 @@ def test_public_names():
     for name in names.split():
         assert name in ta.__all__, name
         assert getattr(ta, name).__doc__, name
+
+
+def _public_callables():
+    """(name, function) for each public function, constructor and method."""
+    for name in ta.__all__:
+        thing = getattr(ta, name)
+        if inspect.isclass(thing):
+            if thing is ta.CudaError:
+                continue
+            yield name, thing.__init__
+            for part in vars(thing):
+                if not part.startswith("_") and callable(getattr(thing, part)):
+                    yield f"{name}.{part}", getattr(thing, part)
+        elif callable(thing):
+            yield name, thing
+
+
+def test_what_defaults_to_none_is_typed_so():
+    checked = set()
+    for name, function in _public_callables():
+        if not inspect.isfunction(function):
+            continue
+        hints = typing.get_type_hints(function)
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.default is None:
+                hint = hints[parameter.name]
+                assert hint is typing.Any or type(None) in typing.get_args(hint), (name, parameter)
+                checked.add(f"{name}.{parameter.name}")
+    assert "TiledAttentionDims.head_dim_v" in checked
+    assert len(checked) > 20
+
+
+def test_help_tells_that_head_dim_v_may_be_none():
+    assert "head_dim_v: 'int | None' = None" in str(inspect.signature(ta.TiledAttentionDims))
+
+
+def _documented(section):
+    """Names of a numpydoc section's parameters, in order."""
+    names = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            names += [name.strip().lstrip("*") for name in line.split(",")]
+    return names
+
+
+def test_docstrings_name_the_parameters_of_the_signature():
+    for name, function in _public_callables():
+        owner = getattr(ta, name) if inspect.isclass(getattr(ta, name, None)) else function
+        sections = re.split(r"\n([A-Z][a-z ]+)\n-+\n", inspect.getdoc(owner))
+        sections = dict(zip(sections[1::2], sections[2::2], strict=True))
+        parameters = [
+            p for p in inspect.signature(function).parameters if p not in ("self", "args", "kwargs")
+        ]
+        if owner is not ta.Support and parameters:  # a result, whose fields are its attributes
+            assert sorted(_documented(sections["Parameters"])) == sorted(parameters), name
 
 
 def test_errors_are_the_built_in_kinds():

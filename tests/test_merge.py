@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
+import struct
 
 import calls
 import cases
@@ -164,6 +166,66 @@ def test_unpack_refuses_what_pack_did_not_make(damage, cpu):
         ta.State.unpack(damaged)
 
 
+HEADER = struct.Struct("<12sI4q")  # magic, version, num_seqs, q_len, num_q_heads, head_dim_v
+
+
+def test_the_header_of_a_packed_state(cpu):
+    packed = _state_of(cpu, CASE.make("float32"), []).pack()
+    assert HEADER.unpack_from(packed) == (b"tiledattn.st", 1, 3, 1, 4, 64)
+    assert len(packed) == HEADER.size + 3 * 4 * (64 + 2) * 4
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (3, 1, 4, 63),
+        (3, 1, 4, 65),
+        (2, 1, 4, 64),
+        (3, 2, 4, 64),
+        (-3, -1, 4, 64),  # these six have the right product
+        (3, -1, -4, 64),
+        (3, 1, -4, -68),
+        (6, 1, 2, 64),
+        (1, 12, 1, 64),
+        (12, 1, 22, 10),
+        (0, 1, 4, 64),
+        (3, 0, 4, 64),
+        (3, 1, 4, -2),
+        (2**62, 2**62, 4, 64),
+        (2**62, 4, 2**62, -1),
+        (3, 1, 4, 2**63 - 1),
+        (-(2**63), 1, 4, 64),
+    ],
+    ids=str,
+)
+def test_unpack_refuses_sizes_that_do_not_go_with_the_bytes(sizes, cpu):
+    """Whatever the header says: the right sizes for these bytes, or a ValueError that names the sizes."""
+    packed = _state_of(cpu, CASE.make("float32"), []).pack()
+    damaged = HEADER.pack(b"tiledattn.st", 1, *sizes) + packed[HEADER.size :]
+    fits = min(sizes) > 0 and math.prod(sizes[:3]) * (sizes[3] + 2) * 4 == len(packed) - HEADER.size
+    state, error = calls.outcome(ValueError, ta.State.unpack, damaged)
+    if fits:
+        assert state.num_seqs == sizes[0]
+    else:
+        assert str(error).startswith("data: ")
+        assert f"num_seqs {sizes[0]}, q_len {sizes[1]}" in str(error)
+
+
+@pytest.mark.parametrize("length", [0, 1, 11, 47, 48, 49, 100, 3 * 4 * 66 * 4 + 47, 3 * 4 * 66 * 4 + 49])
+def test_unpack_refuses_other_numbers_of_bytes(length, cpu):
+    packed = (_state_of(cpu, CASE.make("float32"), []).pack() + bytes(10))[:length]
+    with pytest.raises(ValueError, match=r"^data: .*State\.pack\(\)"):
+        ta.State.unpack(packed)
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**32 - 1])
+def test_unpack_refuses_other_versions(version, cpu):
+    packed = _state_of(cpu, CASE.make("float32"), []).pack()
+    other = packed[:12] + struct.pack("<I", version) + packed[16:]
+    with pytest.raises(ValueError, match=rf"^data: .*version {version} "):
+        ta.State.unpack(other)
+
+
 def test_merge_states_refuses_what_does_not_fit(cpu):
     one = _state_of(cpu, CASE.make("float32"), [])
     other = _state_of(cpu, cases.Tiled("", cases.Paged("", seq_lens=(3, 4))).make("float32"), [])
@@ -259,6 +321,12 @@ def test_merge_attention_errors(cpu):
         ta.merge_attention(out, lse, out, lse.astype(np.float64))
     with pytest.raises(TypeError, match="out_b"):
         ta.merge_attention(out, lse, out.astype(np.float16), lse)
-    for base in (0.0, -2.0, 1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="lse_base"):
+    for base in (0.0, -2.0, 1.0, 1 - 1e-9, math.nan, math.inf, -math.inf):
+        said = rf"lse_base: got {re.escape(f'{base:.9g}')}; expected a finite base over 1"
+        with pytest.raises(ValueError, match=said):
+            ta.merge_attention(out, lse, out, lse, lse_base=base)
+    for base in (math.nextafter(1, 2), 1e308):
+        assert np.isfinite(ta.merge_attention(out, lse, out, lse, lse_base=base)[0]).all()
+    for base in ("2", None, [2.0]):
+        with pytest.raises(TypeError, match="lse_base: expected a number"):
             ta.merge_attention(out, lse, out, lse, lse_base=base)

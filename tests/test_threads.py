@@ -10,6 +10,7 @@ import calls
 import cases
 import compare
 import processes
+import pytest
 import reference
 import tiledattn as ta
 
@@ -94,6 +95,44 @@ def test_thread_count_changes_between_calls_of_other_threads(cpu):
                 compare.same_bits(got, want)
     finally:
         ta.set_num_threads(before)
+
+
+THREADS = """
+import numpy as np, tiledattn as ta
+x = np.ones((1, 1, 1, 8), np.float32)
+try:
+    ta.flash_attention(x, x, x)
+    print(ta.get_num_threads())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 7, 1024])
+def test_numbers_of_threads_from_both_sides(number):
+    """The environment and the function take the same numbers."""
+    assert processes.run(THREADS, TILEDATTN_NUM_THREADS=str(number)).strip() == str(number)
+    before = ta.get_num_threads()
+    ta.set_num_threads(number)
+    assert ta.get_num_threads() == number
+    ta.set_num_threads(before)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025, 4096, 2**32 + 1, 2**63 - 1, 2**64])
+def test_numbers_of_threads_refused_from_both_sides(number):
+    said = processes.run(THREADS, TILEDATTN_NUM_THREADS=str(number)).strip()
+    assert said == f'TILEDATTN_NUM_THREADS: got "{number}"; expected 1 to 1024'
+    before = ta.get_num_threads()
+    expected = "1 to 1024" if number < 2**63 else "a 64-bit number"
+    with pytest.raises(ValueError, match=f"^num_threads: got {number}; expected {expected}$"):
+        ta.set_num_threads(number)
+    assert ta.get_num_threads() == before
+
+
+@pytest.mark.parametrize("text", ["many", "4 threads", "3.0", "0x10"])
+def test_texts_that_are_no_number_of_threads(text):
+    said = processes.run(THREADS, TILEDATTN_NUM_THREADS=text).strip()
+    assert said == f'TILEDATTN_NUM_THREADS: got "{text}"; expected 1 to 1024'
 
 
 def test_a_forked_child_computes():

@@ -269,7 +269,8 @@ def merge_attention(
     lse_a, lse_b
         ``[...]`` float32; -inf where a side saw no key: the other side then comes back bit for bit.
     lse_base
-        Base of the logarithm in all lse, also in the result: 2 for libraries that use it.
+        Base of the logarithm in all lse, also in the result: a finite number over 1, such as 2 for libraries
+        that use it.
     out, lse
         Arrays for the result; None makes them in the framework of ``out_a``.
     stream
@@ -438,7 +439,12 @@ def set_num_threads(num_threads: int) -> None:
     Parameters
     ----------
     num_threads
-        1 or more.
+        1 to 1024.
+
+    Raises
+    ------
+    ValueError
+        For any other number.
 
     Examples
     --------

@@ -71,6 +71,8 @@ def scratch_pool_views(pool: Array) -> tuple[Array, Array]:
 
     Raises
     ------
+    TypeError
+        For anything but an array.
     ValueError
         When the pool does not have five dimensions, the second of size 2.
 
@@ -82,6 +84,8 @@ def scratch_pool_views(pool: Array) -> tuple[Array, Array]:
     >>> k_pool.shape, np.shares_memory(pool, v_pool)
     ((10, 16, 8, 128), True)
     """
+    if not (hasattr(pool, "shape") and hasattr(pool, "swapaxes")):
+        raise TypeError(f"pool: expected an array (NumPy, torch, CuPy or JAX), got {type(pool).__name__}")
     shape = list(pool.shape)
     if len(shape) != 5 or shape[1] != 2:
         raise ValueError(

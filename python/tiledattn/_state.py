@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from . import _core
 from ._types import Array, DeviceLike, StreamLike
@@ -163,7 +163,7 @@ def merge_states(states: Sequence[State], *, stream: StreamLike = None) -> State
     Raises
     ------
     TypeError
-        When an entry is not a State.
+        For anything but a sequence, or an entry that is not a State.
     ValueError
         When there is none, sizes or devices differ, or a stream is given on the CPU.
 
@@ -180,6 +180,8 @@ def merge_states(states: Sequence[State], *, stream: StreamLike = None) -> State
     >>> ta.merge_states([state, state]).num_seqs
     0
     """
+    if not isinstance(states, Iterable):
+        raise TypeError(f"states: expected a sequence of State, got {type(states).__name__}")
     cores = []
     for i, state in enumerate(states):
         if not isinstance(state, State):

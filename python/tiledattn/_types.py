@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from . import _core
@@ -63,7 +63,7 @@ class TiledAttentionDims:
     block_size: int
     tile_capacity: int
     max_q_len: int = 1
-    head_dim_v: int = field(default=None)  # type: ignore[assignment]  # None becomes head_dim
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self._compiled().head_dim_v)

@@ -9,20 +9,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiledattn import __version__
+from tiledattn.demo.errors import DemoError
+
 DEFAULT_PROMPT = "Explain in three sentences why the sky is blue."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong call, 1 for a failed verification."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    if options.command == "info":
-        return _info(as_json=options.json)
-    return _demo(options)
+    options = _parser().parse_args(argv)
+    name = f"tiledattn {options.command}"
+    try:
+        return _info(as_json=options.json) if options.command == "info" else _demo(options)
+    # What the library and the system refuse, CudaError (a RuntimeError) among it. Anything else is a bug and
+    # keeps its traceback.
+    except (DemoError, MemoryError, OSError, RuntimeError, ValueError) as error:
+        text = "; ".join(line.strip() for line in str(error).splitlines()) or type(error).__name__
+        print(f"{name}: error: {text}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tiledattn", description="Exact attention in tiles.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     info = commands.add_parser("info", help="what this build holds and which devices answer")
@@ -99,39 +111,28 @@ def _info(*, as_json: bool) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from tiledattn.demo.app import DemoOptions, run
-    from tiledattn.demo.errors import DemoError
 
-    try:
-        prompt = options.prompt if options.prompt_file is None else _read_text(options.prompt_file)
-        return run(
-            DemoOptions(
-                prompt=prompt,
-                device=options.device,
-                tokens=options.tokens,
-                block_size=options.block_size,
-                scratch_blocks=options.scratch_blocks,
-                model=options.model,
-                random_weights=options.random_weights,
-                kv_file=options.kv_file,
-                verify=options.verify,
-            )
+    return run(
+        DemoOptions(
+            prompt=options.prompt if options.prompt_file is None else _read_text(options.prompt_file),
+            device=options.device,
+            tokens=options.tokens,
+            block_size=options.block_size,
+            scratch_blocks=options.scratch_blocks,
+            model=options.model,
+            random_weights=options.random_weights,
+            kv_file=options.kv_file,
+            verify=options.verify,
         )
-    except (DemoError, OSError) as error:
-        print(f"tiledattn demo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ntiledattn demo: interrupted", file=sys.stderr)
-        return 130
+    )
 
 
 def _read_text(path: Path) -> str:
-    from tiledattn.demo.errors import DemoError
-
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DemoError(
-            f"--prompt-file: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+            f"--prompt-file: got {path} with {error.reason} at byte {error.start}; expected UTF-8 text"
         ) from None
 
 
@@ -149,7 +150,7 @@ def _integer(text: str, *, at_least: int) -> int:
     except ValueError:
         value = at_least - 1
     if value < at_least:
-        raise argparse.ArgumentTypeError(f"{text!r}, wanted an integer >= {at_least}")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer >= {at_least}")
     return value
 
 

@@ -174,6 +174,7 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
     self.fresh = false;
   }
   self.step_stream = stream;
+  if (!self.step.fixed) self.step.has_tokens = tile.q.rank == 4;
   self.step.fixed = true;
   self.step.q_len = problem.q_len;
   self.step.dtype = problem.q.dtype;

@@ -2,6 +2,8 @@
 #include "check_tensor.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 
 namespace tiledattn {
@@ -29,23 +31,80 @@ void check_alignment(const char* argument, const Tensor& tensor) {
   }
 }
 
-/// Sizes that no array has, from a caller in C++.
-void check_sizes(const char* argument, const Tensor& tensor) {
-  if (tensor.rank < 0 || tensor.rank > Tensor::kMaxRank) {
-    refuse(argument, std::to_string(tensor.rank) + " dimensions", "0 to 6");
-  }
+/// Counts of elements and bytes stay below this, far enough from 2^63 for a few to be added up.
+constexpr double kMaxCount = 4e18;
+
+/// The distance in bytes of the elements that are furthest from each other fits 64 bits, so every
+/// offset does.
+void check_span(const char* argument, const Tensor& tensor) {
+  double elements = 1;
   for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] < 0) refuse(argument, "shape " + shape_to_string(tensor), "sizes >= 0");
+    elements += std::fabs(static_cast<double>(tensor.strides[i])) *
+                static_cast<double>(tensor.shape[i] - 1);
+  }
+  if (elements * static_cast<double>(item_bytes(tensor.dtype)) < kMaxCount) return;
+  Tensor strides = tensor;
+  std::copy_n(tensor.strides, tensor.rank, strides.shape);
+  refuse(argument, "strides " + shape_to_string(strides) + " with shape " + shape_to_string(tensor),
+         "offsets of less than 4e18 bytes");
+}
+
+/// No two indices name the same element. For a tensor that check_memory has found right.
+void check_no_overlap(const char* argument, const Tensor& tensor) {
+  if (tensor.size() == 0) return;
+  // Sorted by stride, each dimension has to step over everything that the smaller ones reach.
+  int order[Tensor::kMaxRank];
+  int count = 0;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] > 1) order[count++] = i;
+  }
+  std::sort(order, order + count, [&](int a, int b) {
+    return std::abs(tensor.strides[a]) < std::abs(tensor.strides[b]);
+  });
+  std::int64_t reach = 0;
+  for (int i = 0; i < count; ++i) {
+    const std::int64_t stride = std::abs(tensor.strides[order[i]]);
+    if (stride <= reach) {
+      throw ValueError(std::string(argument) + ": elements overlap in memory (stride " +
+                       std::to_string(stride) + " in dimension " + std::to_string(order[i]) +
+                       "); it is written to and must not");
+    }
+    reach += stride * (tensor.shape[order[i]] - 1);
   }
 }
 
 }  // namespace
+
+std::string number_to_string(double number) {
+  char text[32];
+  int digits = 6;
+  do {
+    std::snprintf(text, sizeof text, "%.*g", digits, number);
+  } while (++digits <= 17 && std::strtod(text, nullptr) != number);
+  return text;
+}
+
+void check_sizes(const char* argument, const Tensor& tensor) {
+  if (tensor.rank < 0 || tensor.rank > Tensor::kMaxRank) {
+    refuse(argument, std::to_string(tensor.rank) + " dimensions",
+           "0 to " + std::to_string(Tensor::kMaxRank));
+  }
+  double elements = 1;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] < 0) refuse(argument, "shape " + shape_to_string(tensor), "sizes >= 0");
+    // Without the zeros: products of some of the sizes have to fit as well.
+    elements *= static_cast<double>(std::max<std::int64_t>(tensor.shape[i], 1));
+  }
+  if (elements < kMaxCount) return;
+  refuse(argument, "shape " + shape_to_string(tensor), "less than 4e18 elements");
+}
 
 void refuse(const std::string& argument, const std::string& got, const std::string& expected) {
   throw ValueError(argument + ": got " + got + "; expected " + expected);
 }
 
 void check_rank(const char* argument, const Tensor& tensor, int rank, const char* shape) {
+  check_sizes(argument, tensor);
   if (tensor.rank != rank) refuse(argument, "shape " + shape_to_string(tensor), shape);
 }
 
@@ -68,40 +127,28 @@ void check_device(const char* argument, const Tensor& tensor, Device device, con
                    "; all arrays of a call must be on one device");
 }
 
-void check_layout(const char* argument, const Tensor& tensor) {
+void check_memory(const char* argument, const Tensor& tensor) {
+  check_sizes(argument, tensor);
   if (tensor.size() == 0) return;
   if (tensor.data == nullptr) refuse(argument, "no data (a null address)", "an array with memory");
+  check_alignment(argument, tensor);
+  check_span(argument, tensor);
+}
+
+void check_layout(const char* argument, const Tensor& tensor) {
+  check_memory(argument, tensor);
+  if (tensor.size() == 0) return;
   const int last = tensor.rank - 1;
   if (tensor.rank > 0 && tensor.shape[last] > 1 && tensor.strides[last] != 1) {
     throw ValueError(std::string(argument) + ": the last dimension has stride " +
                      std::to_string(tensor.strides[last]) +
                      "; its elements must be adjacent (stride 1): pass a contiguous copy");
   }
-  check_alignment(argument, tensor);
 }
 
 void check_writable_layout(const char* argument, const Tensor& tensor) {
   check_layout(argument, tensor);
-  if (tensor.size() == 0) return;
-  // Sorted by stride, each dimension has to step over everything that the smaller ones reach.
-  int order[Tensor::kMaxRank];
-  int count = 0;
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.shape[i] > 1) order[count++] = i;
-  }
-  std::sort(order, order + count, [&](int a, int b) {
-    return std::abs(tensor.strides[a]) < std::abs(tensor.strides[b]);
-  });
-  std::int64_t reach = 0;
-  for (int i = 0; i < count; ++i) {
-    const std::int64_t stride = std::abs(tensor.strides[order[i]]);
-    if (stride <= reach) {
-      throw ValueError(std::string(argument) + ": elements overlap in memory (stride " +
-                       std::to_string(stride) + " in dimension " + std::to_string(order[i]) +
-                       "); it is written to and must not");
-    }
-    reach += stride * (tensor.shape[order[i]] - 1);
-  }
+  check_no_overlap(argument, tensor);
 }
 
 void check_attention_dtype(const char* argument, const Tensor& tensor) {
@@ -139,7 +186,7 @@ IndexView check_index(const char* argument, const Tensor& tensor, Device device,
   }
   check_device(argument, tensor, device, owner);
   check_shape(argument, tensor, shape);
-  if (tensor.size() > 0) check_alignment(argument, tensor);
+  check_memory(argument, tensor);
   // An empty array may come with a null address, which would read as "not given".
   static constexpr std::int64_t kEmpty = 0;
   IndexView view;
@@ -151,8 +198,9 @@ IndexView check_index(const char* argument, const Tensor& tensor, Device device,
 }
 
 void check_head_dim(const std::string& argument, std::int64_t head_dim) {
-  if (head_dim < 1 || head_dim > 256)
-    refuse(argument, "head dimension " + std::to_string(head_dim), "1 to 256");
+  if (head_dim >= 1 && head_dim <= kMaxHeadDim) return;
+  refuse(argument, "head dimension " + std::to_string(head_dim),
+         "1 to " + std::to_string(kMaxHeadDim));
 }
 
 void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
@@ -163,11 +211,6 @@ void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
          std::to_string(num_q_heads) + " query heads with " + std::to_string(num_kv_heads) +
              " KV heads of " + k,
          "a multiple of the KV heads");
-}
-
-void check_attention_input(const char* argument, const Tensor& tensor) {
-  check_attention_dtype(argument, tensor);
-  check_layout(argument, tensor);
 }
 
 void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner) {
@@ -190,12 +233,8 @@ void check_lse(const Tensor& lse, const Tensor& out, Device device, const char* 
     refuse("lse", "shape " + shape_to_string(lse), shape_to_string(expected) + " (out.shape[:-1])");
   }
   // Only the last dimension of q-like arrays has to be dense; lse may have any strides.
-  Tensor any_strides = lse;
-  if (any_strides.rank < Tensor::kMaxRank) {
-    any_strides.shape[any_strides.rank] = 1;
-    any_strides.strides[any_strides.rank++] = 1;
-  }
-  check_writable_layout("lse", any_strides);
+  check_memory("lse", lse);
+  check_no_overlap("lse", lse);
 }
 
 PoolView pool_view(const Tensor& pool) {

@@ -26,12 +26,19 @@ constexpr std::int64_t kAnySize = -1;
 [[noreturn]] void refuse(const std::string& argument, const std::string& got,
                          const std::string& expected);
 
+/// As few digits as tell the number from its neighbours: "0.1", "1e-60", "nan".
+std::string number_to_string(double number);
+
+/// A rank and sizes that an array can have, and elements that 64 bits can count.
+void check_sizes(const char* argument, const Tensor& tensor);
 void check_rank(const char* argument, const Tensor& tensor, int rank, const char* shape);
 void check_shape(const char* argument, const Tensor& tensor,
                  std::initializer_list<NamedSize> shape);
 /// `owner`: what the device is compared with, as in "but q is on cuda:0".
 void check_device(const char* argument, const Tensor& tensor, Device device, const char* owner);
-/// Elements of the last dimension are adjacent and the data is aligned to its type.
+/// There is memory, aligned to the type, and offsets fit 64 bits. Any strides.
+void check_memory(const char* argument, const Tensor& tensor);
+/// As check_memory; also elements of the last dimension are adjacent.
 void check_layout(const char* argument, const Tensor& tensor);
 /// As check_layout; also no two indices name the same element.
 void check_writable_layout(const char* argument, const Tensor& tensor);
@@ -46,8 +53,6 @@ void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
                      std::int64_t num_kv_heads);
 void check_head_dim(const std::string& argument, std::int64_t head_dim);
 
-/// The checks of an array of q's kind (q, k, v, pools): type, layout.
-void check_attention_input(const char* argument, const Tensor& tensor);
 /// The checks of `out`: type of q or float32, device, layout.
 void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner);
 /// The checks of `lse`: float32 with the shape out.shape[:-1].

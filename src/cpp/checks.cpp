@@ -49,11 +49,11 @@ void check_window_side(const char* side, const std::optional<std::int64_t>& keys
 
 void check_score_options(const ScoreOptions& options, Device device, std::int64_t num_q_heads) {
   if (options.softmax_scale && !std::isfinite(static_cast<float>(*options.softmax_scale))) {
-    refuse("softmax_scale", std::to_string(*options.softmax_scale), "a finite float32 number");
+    refuse("softmax_scale", number_to_string(*options.softmax_scale), "a finite float32 number");
   }
   if (!std::isfinite(static_cast<float>(options.softcap)) || options.softcap < 0 ||
       (options.softcap > 0 && static_cast<float>(options.softcap) == 0)) {
-    refuse("softcap", std::to_string(options.softcap),
+    refuse("softcap", number_to_string(options.softcap),
            "a finite float32 number >= 0 (0 switches it off)");
   }
   check_window_side("left", options.window.left);

@@ -17,6 +17,7 @@ struct StepShape {
   bool fixed = false;  ///< false before the first tile: then only num_seqs holds
   std::int64_t q_len = 0;
   DType dtype = DType::float32;
+  bool has_tokens = false;  ///< q was [B, q_len, Hq, D]; then out is [B, q_len, Hq, Dv]
 };
 
 /// Checks scale, softcap, window and sinks for a device and these heads; throws ValueError or

@@ -48,6 +48,7 @@ void check_workspace(const Workspace* workspace, Device device) {
 /// out has q's shape with head_dim_v; lse that of out without its last dimension.
 OutputView check_result(const Tensor& q, const Axes& axes, std::int64_t head_dim_v,
                         const Tensor& out, const std::optional<Tensor>& lse) {
+  check_sizes("out", out);
   bool same = out.rank == q.rank && out.shape[out.rank - 1] == head_dim_v;
   for (int i = 0; same && i + 1 < q.rank; ++i) same = out.shape[i] == q.shape[i];
   if (!same) {
@@ -239,9 +240,9 @@ MergeAttentionProblem check_merge_attention(const Tensor& out_a, const Tensor& l
                                             const Tensor& out_b, const Tensor& lse_b,
                                             const Tensor& out, const Tensor& lse, double lse_base) {
   if (!(lse_base > 1) || !std::isfinite(lse_base)) {
-    refuse("lse_base", std::to_string(lse_base), "a finite base over 1, such as math.e or 2");
+    refuse("lse_base", number_to_string(lse_base), "a finite base over 1, such as math.e or 2");
   }
-  check_attention_input("out_a", out_a);
+  check_attention_dtype("out_a", out_a);
   if (out_a.rank < 1 || out_a.rank > 4) {
     refuse("out_a", "shape " + shape_to_string(out_a),
            "1 to 4 dimensions, the last one head_dim_v");
@@ -269,6 +270,7 @@ MergeAttentionProblem check_merge_attention(const Tensor& out_a, const Tensor& l
       refuse(lse_name, "shape " + shape_to_string(result_lse),
              shape_to_string(expected) + " (out_a.shape[:-1])");
     }
+    check_memory(lse_name, result_lse);
     std::int64_t strides[3] = {};
     std::int64_t lse_strides[3] = {};
     for (int i = 0; i < result_lse.rank; ++i) {

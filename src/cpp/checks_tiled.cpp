@@ -29,16 +29,17 @@ void check_batch(const char* argument, const Tensor& tensor, std::int64_t num_se
   if (tensor.rank > 0 && tensor.shape[0] == num_seqs) return;
   const std::string got =
       tensor.rank > 0 ? std::to_string(tensor.shape[0]) + " sequences" : "a scalar";
-  refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step");
+  const char* hint = num_seqs == 0 ? " (call begin_step first)" : "";
+  refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step" + hint);
 }
 
-/// out [B, Hq, Dv] or [B, q_len, Hq, Dv] and lse, as a view.
+/// out [B, Hq, Dv], or [B, q_len, Hq, Dv] where q has tokens, and lse, as a view.
 OutputView check_result(const TiledAttentionDims& dims, Device device, std::int64_t num_seqs,
-                        std::int64_t q_len, DType q_dtype, const Tensor& out,
+                        std::int64_t q_len, bool has_tokens, DType q_dtype, const Tensor& out,
                         const std::optional<Tensor>& lse) {
+  check_sizes("out", out);
   check_batch("out", out, num_seqs);
-  const bool has_tokens = out.rank == 4;
-  if (has_tokens || q_len != 1) {
+  if (has_tokens) {
     check_shape("out", out,
                 {{"num_seqs", num_seqs},
                  {"q_len", q_len},
@@ -148,8 +149,8 @@ TiledAttentionDims TiledAttentionDims::validated() const {
   check_size("tile_capacity", tile_capacity);
   check_size("max_q_len", max_q_len);
   check_size("head_dim_v", dims.head_dim_v);
-  if (head_dim > 256) refuse("dims.head_dim", std::to_string(head_dim), "1 to 256");
-  if (dims.head_dim_v > 256) refuse("dims.head_dim_v", std::to_string(dims.head_dim_v), "1 to 256");
+  check_head_dim("dims.head_dim", head_dim);
+  check_head_dim("dims.head_dim_v", dims.head_dim_v);
   if (num_q_heads % num_kv_heads != 0) {
     refuse("dims.num_q_heads", std::to_string(num_q_heads),
            "a multiple of num_kv_heads = " + std::to_string(num_kv_heads));
@@ -167,7 +168,7 @@ TiledAttentionDims TiledAttentionDims::validated() const {
     refuse("dims.block_size", std::to_string(block_size), "blocks of less than 4e18 elements");
   }
   if (state > limit)
-    refuse("dims", "a state of " + std::to_string(state) + " bytes", "less than 4e18 bytes");
+    refuse("dims", "a state of " + number_to_string(state) + " bytes", "less than 4e18 bytes");
   if (keys > static_cast<double>(kMaxPosition)) {
     refuse("dims.tile_capacity",
            std::to_string(tile_capacity) + " blocks of " + std::to_string(block_size) + " slots",
@@ -235,7 +236,7 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
   check_positions(p, options, device, tile);
   set_score(p, options);
   if (tile.out) {
-    p.out = check_result(dims, device, p.num_seqs, q_len, q.dtype, *tile.out, tile.lse);
+    p.out = check_result(dims, device, p.num_seqs, q_len, has_tokens, q.dtype, *tile.out, tile.lse);
   } else if (tile.lse) {
     refuse("lse", "an array without out",
            "out as well: lse is written with the result of the last tile");
@@ -249,8 +250,10 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   // empty.
   std::int64_t q_len = step.q_len;
   DType q_dtype = step.dtype;
+  bool has_tokens = step.has_tokens || step.q_len != 1;
   if (!step.fixed) {
-    q_len = out.rank == 4 ? out.shape[1] : 1;
+    has_tokens = out.rank == 4;
+    q_len = has_tokens ? out.shape[1] : 1;
     q_dtype = out.dtype;
     check_attention_dtype("out", out);
     if (q_len > dims.max_q_len) {
@@ -263,7 +266,7 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   p.q_len = q_len;
   p.num_q_heads = dims.num_q_heads;
   p.head_dim_v = dims.value_dim();
-  p.out = check_result(dims, device, step.num_seqs, q_len, q_dtype, out, lse);
+  p.out = check_result(dims, device, step.num_seqs, q_len, has_tokens, q_dtype, out, lse);
   return p;
 }
 

@@ -55,7 +55,7 @@ class CheckedCall {
 void attend(AttentionProblem& problem, Device device, Stream stream, Workspace* given, bool check) {
   const Backend& backend = backend_for(device);
   const CheckedCall call(device, stream, check);
-  if (problem.total_q == 0 || problem.num_q_heads == 0) return;
+  if (problem.num_q_heads == 0) return;
   const std::shared_ptr<Workspace> own = given ? nullptr : default_workspace(device, stream);
   Workspace& workspace = given ? *given : *own;
   problem.faults = call.record();

@@ -86,6 +86,13 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
                      " bytes; this call needs at least " +
                      std::to_string(plan.sequence_bytes + flag_bytes + kFlagAlignment));
   }
+  if (!device.is_cpu() && p.packed_q() && fit < p.num_seqs) {
+    // Wrong cu_seqlens_q may let sequences overlap, so all must be validated before any writes its
+    // result.
+    throw ValueError("workspace: holds " + std::to_string(fit) +
+                     " sequences; with packed q it must hold all " + std::to_string(p.num_seqs) +
+                     ", with 4 bytes for each and 256 more");
+  }
   plan.seqs_per_launch = std::min(fit, std::max<std::int64_t>(p.num_seqs, 1));
   return plan;
 }

@@ -67,7 +67,8 @@ TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64
   return {begin, detail::min64(begin + keys, visible.end)};
 }
 
-/// Throws ValueError naming `workspace` when its bytes do not hold one sequence.
+/// Throws ValueError naming `workspace` when its bytes do not hold one sequence, or, on a GPU with
+/// packed q, all.
 Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes);
 
 /// Scratch that any decode call over `num_seqs` sequences with these sizes can use: what an object

@@ -19,6 +19,8 @@
 
 namespace tiledattn {
 
+/// The largest head_dim and head_dim_v of attention.
+constexpr std::int64_t kMaxHeadDim = 256;
 /// Positions stay below this, so that sums of two of them and a window fit 64 bits.
 constexpr std::int64_t kMaxPosition = std::int64_t{1} << 60;
 /// A window side without a bound.
@@ -326,6 +328,19 @@ TILEDATTN_HOST_DEVICE Fault check_sequence(const AttentionProblem& p, std::int64
       fault = detail::out_of_range(FaultArgument::q_positions, b, -1, p.q_positions.at(b), 0,
                                    kMaxPosition);
     }
+  }
+  return fault;
+}
+
+/// What is wrong with the only entry of a cu_seqlens without sequences.
+TILEDATTN_HOST_DEVICE Fault check_no_sequences(const AttentionProblem& p) {
+  Fault fault;
+  if (p.num_seqs > 0) return fault;
+  if (p.packed_q()) {
+    fault = detail::out_of_range(FaultArgument::cu_seqlens_q, 0, -1, p.cu_seqlens_q.at(0), 0, 0);
+  }
+  if (!fault.found() && p.key_source == KeySource::packed) {
+    fault = detail::out_of_range(FaultArgument::cu_seqlens_k, 0, -1, p.cu_seqlens_k.at(0), 0, 0);
   }
   return fault;
 }

@@ -49,7 +49,7 @@ void launch_group(const AttendParams& params, Kernel kernel, cudaStream_t stream
   const AttentionProblem& p = params.problem;
   if (params.flags != nullptr) validate(params, stream);
   if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
-  if (params.num_seqs == 0) return;
+  if (params.num_seqs == 0 || p.total_q == 0) return;
   with_element_type(p.q.dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
@@ -61,7 +61,7 @@ void launch_group(const AttendParams& params, Kernel kernel, cudaStream_t stream
 }  // namespace
 
 void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cudaStream_t stream) {
-  if (problem.num_q_heads == 0 || problem.total_q == 0) return;
+  if (problem.num_q_heads == 0) return;
   if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain) {
     throw Error(std::string("plan: kernel ") + to_string(plan.kernel) +
                 " is not one of the CUDA backend");
@@ -70,13 +70,6 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
     throw Error("plan: packed q needs a prefill kernel");
   }
   const std::int64_t group = std::max<std::int64_t>(plan.seqs_per_launch, 1);
-  if (problem.packed_q() && group < problem.num_seqs) {
-    // Wrong cu_seqlens_q may let sequences overlap, so all must be validated before any writes its
-    // result.
-    throw ValueError("workspace: holds " + std::to_string(group) +
-                     " sequences; with packed q it must hold all " +
-                     std::to_string(problem.num_seqs) + ", with 4 bytes for each and 256 more");
-  }
   const std::int64_t flag_bytes =
       (group * 4 + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host code. Every call to the CUDA runtime goes through check().
+// Host code. Calls to the CUDA runtime go through check(), save those of clean-up, which has nobody
+// to tell.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -5,7 +5,9 @@
 
 namespace tiledattn::cuda {
 
-/// Makes a device current and puts the former one back at the end of the scope.
+/// Makes a device current and puts the former one back at the end of the scope. Where a thread has
+/// chosen no device yet, the former one is device 0, and putting it back makes the driver open it:
+/// a process that must not touch device 0 hides it (CUDA_VISIBLE_DEVICES) or chooses its own first.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

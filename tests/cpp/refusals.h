@@ -62,6 +62,26 @@ inline Tensor flattened(Tensor tensor) {  // the last dimension gone
   return tensor;
 }
 
+/// [B, 1, H, D] as [B, H, D].
+inline Tensor without_tokens(Tensor tensor) {
+  for (int axis = 1; axis + 1 < tensor.rank; ++axis) {
+    tensor.shape[axis] = tensor.shape[axis + 1];
+    tensor.strides[axis] = tensor.strides[axis + 1];
+  }
+  --tensor.rank;
+  return tensor;
+}
+
+/// [B, H, D] as [B, 1, H, D].
+inline Tensor with_tokens(Tensor tensor) {
+  for (int axis = tensor.rank++; axis > 1; --axis) {
+    tensor.shape[axis] = tensor.shape[axis - 1];
+    tensor.strides[axis] = tensor.strides[axis - 1];
+  }
+  tensor.shape[1] = 1;
+  return tensor;
+}
+
 inline Tensor misaligned(Tensor tensor) {
   tensor.data = static_cast<char*>(tensor.data) + 1;
   return tensor;
@@ -69,6 +89,12 @@ inline Tensor misaligned(Tensor tensor) {
 
 inline Tensor with_stride(Tensor tensor, int axis, std::int64_t stride) {
   tensor.strides[axis] = stride;
+  return tensor;
+}
+
+/// So far apart that an element's offset in bytes leaves 64 bits.
+inline Tensor far_apart(Tensor tensor) {
+  tensor.strides[0] = std::int64_t{1} << 62;
   return tensor;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every refusal of every argument of the calls without an object.
+#include "check_tensor.h"
 #include "refusals.h"
 
 using namespace tiledattn;
@@ -68,6 +69,9 @@ TEST(flash_attention_refusals) {
        {"out", "[1, 3, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.lse = shortened(*a.lse); }, {"lse", "[1, 3, 4]", "[2, 3, 4]"}},
       {R::kValue, [](auto& a) { a.lse = flattened(*a.lse); }, {"lse", "[2, 3]", "[2, 3, 4]"}},
+      {R::kValue,
+       [](auto& a) { a.out = without_tokens(a.out); },
+       {"out", "[2, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.k = on(a.k, kGpu); }, {"k", "cuda:0", "cpu"}},
       {R::kValue, [](auto& a) { a.v = on(a.v, kGpu); }, {"v", "cuda:0", "cpu"}},
       {R::kValue, [](auto& a) { a.out = on(a.out, kGpu); }, {"out", "cuda:0", "cpu"}},
@@ -81,7 +85,7 @@ TEST(flash_attention_refusals) {
        {"softmax_scale", "inf", "finite"}},
       {R::kValue, [](auto& a) { a.score.softcap = -1; }, {"softcap", "-1", ">= 0"}},
       {R::kValue, [](auto& a) { a.score.softcap = kNan; }, {"softcap", "nan", ">= 0"}},
-      {R::kValue, [](auto& a) { a.score.softcap = 1e-60; }, {"softcap", "float32"}},
+      {R::kValue, [](auto& a) { a.score.softcap = 1e-60; }, {"softcap", "1e-60", "float32"}},
       {R::kValue, [](auto& a) { a.q.shape[0] = -2; }, {"q", "-2", "sizes >= 0"}},
       {R::kValue, [](auto& a) { a.q.data = nullptr; }, {"q", "no data"}},
       {R::kValue, [](auto& a) { a.score.window.left = -1; }, {"window", "left", "-1", ">= 0"}},
@@ -133,6 +137,9 @@ TEST(packed_flash_attention_refusals) {
        [](auto& a) { a.cu_seqlens_q = with_size(*a.cu_seqlens_q, 0, 0); },
        {"cu_seqlens_q", "no entries", "num_seqs + 1"}},
       {R::kValue, [](auto& a) { a.k = flattened(a.k); }, {"k", "[9, 2]", "total"}},
+      {R::kValue,
+       [](auto& a) { a.out = with_tokens(a.out); },
+       {"out", "[6, 1, 4, 8]", "[6, 4, 8]"}},
       {R::kValue, [](auto& a) { a.v = shortened(a.v); }, {"v", "[8, 2, 8]", "total_k=9"}},
       {R::kValue,
        [](auto& a) { a.cu_seqlens_q = numbers({1, 2, 6}); },
@@ -236,6 +243,23 @@ TEST(paged_attention_refusals) {
        [](auto& a) { a.out = shortened(a.out); },
        {"out", "[1, 3, 4, 6]", "[2, 3, 4, 6]"}},
       {R::kValue, [](auto& a) { a.lse = flattened(*a.lse); }, {"lse", "[2, 3]", "[2, 3, 4]"}},
+      {R::kValue,
+       [](auto& a) { a.out = without_tokens(with_size(a.out, 1, 1)); },
+       {"out", "[2, 4, 6]", "[2, 3, 4, 6]"}},
+      {R::kValue,
+       [](auto& a) {  // q of one token as [B, 1, Hq, D]
+         a.q = with_size(a.q, 1, 1);
+         a.out = without_tokens(a.out);
+         a.lse.reset();
+       },
+       {"out", "[2, 4, 6]", "[2, 1, 4, 6]"}},
+      {R::kValue,
+       [](auto& a) {  // and as [B, Hq, D]
+         a.q = without_tokens(a.q);
+         a.out = with_size(a.out, 1, 1);
+         a.lse.reset();
+       },
+       {"out", "[2, 1, 4, 6]", "[2, 4, 6]"}},
       {R::kValue,
        [](auto& a) { a.cu_seqlens_q = numbers({0, 2}); },
        {"q", "[2, 3, 4, 8]", "total_q"}},
@@ -388,6 +412,157 @@ TEST(write_kv_refusals) {
        {"slot_mapping", "token 2", "slot 20", "0 to 19"}},
   };
   check_refusals<WriteKvArgs>(right, [](const WriteKvArgs& a) { write_kv(a); }, refusals, k_pool);
+}
+
+namespace {
+
+/// Each array of a call, moved to an odd address, spread beyond 64 bits, or without memory: refused
+/// by its name.
+template <typename Args>
+void check_memory_refusals(
+    const Args& right, const std::function<void(const Args&)>& call,
+    const std::vector<std::pair<const char*, std::function<Tensor&(Args&)>>>& arrays,
+    const Tensor& out) {
+  std::vector<Refusal<Args>> refusals;
+  for (const auto& [name, array] : arrays) {
+    const auto spoil = [&refusals, &name = name, &array = array](auto change, std::string what,
+                                                                 std::string wanted) {
+      refusals.push_back({Refusal<Args>::kValue,
+                          [array, change](Args& args) { array(args) = change(array(args)); },
+                          {std::string(name) + ":", what, wanted}});
+    };
+    spoil([](Tensor t) { return misaligned(t); }, "address that is not a multiple", "aligned copy");
+    spoil([](Tensor t) { return far_apart(t); }, "strides [4611686018427387904", "less than 4e18");
+    spoil([](Tensor t) { return with_stride(t, 0, INT64_MIN); }, "strides [-9223372036854775808",
+          "less than 4e18");
+    spoil([](Tensor t) { return with_size(t, 0, INT64_MAX); }, "shape [9223372036854775807", "");
+    spoil(
+        [](Tensor t) {
+          t.data = nullptr;
+          return t;
+        },
+        "no data", "an array with memory");
+  }
+  check_refusals<Args>(right, call, refusals, out);
+}
+
+}  // namespace
+
+TEST(memory_that_no_offset_reaches_is_refused) {
+  using Flash = FlashArgs;
+  const Array q(Host({6, 4, 8}, 1), DType::float32, kCpu);
+  const Array k(Host({9, 2, 8}, 1), DType::float32, kCpu);
+  const Array out(Host({6, 4, 8}, 7), DType::float32, kCpu);
+  const Array lse(Host({6, 4}, 7), DType::float32, kCpu);
+  Flash flash;
+  flash.q = q;
+  flash.k = flash.v = k;
+  flash.out = out;
+  flash.lse = lse.tensor();
+  flash.cu_seqlens_q = numbers({0, 2, 6});
+  flash.cu_seqlens_k = numbers({0, 4, 9});
+  check_memory_refusals<Flash>(
+      flash, [](const Flash& a) { flash_attention(a); },
+      {{"q", [](Flash& a) -> Tensor& { return a.q; }},
+       {"k", [](Flash& a) -> Tensor& { return a.k; }},
+       {"v", [](Flash& a) -> Tensor& { return a.v; }},
+       {"out", [](Flash& a) -> Tensor& { return a.out; }},
+       {"lse", [](Flash& a) -> Tensor& { return *a.lse; }},
+       {"cu_seqlens_q", [](Flash& a) -> Tensor& { return *a.cu_seqlens_q; }},
+       {"cu_seqlens_k", [](Flash& a) -> Tensor& { return *a.cu_seqlens_k; }}},
+      out);
+
+  using Paged = PagedArgs;
+  const Array pool(Host({5, 4, 2, 8}, 1), DType::float32, kCpu);
+  const Array paged_out(Host({6, 4, 8}, 7), DType::float32, kCpu);
+  Paged paged;
+  paged.q = q;
+  paged.k_pool = paged.v_pool = pool;
+  paged.block_table = numbers({1, 3, 0, 4, 2, 0}, {2, 3});
+  paged.seq_lens = numbers({5, 9});
+  paged.cu_seqlens_q = numbers({0, 2, 6});
+  paged.out = paged_out;
+  check_memory_refusals<Paged>(
+      paged, [](const Paged& a) { paged_attention(a); },
+      {{"k_pool", [](Paged& a) -> Tensor& { return a.k_pool; }},
+       {"v_pool", [](Paged& a) -> Tensor& { return a.v_pool; }},
+       {"block_table", [](Paged& a) -> Tensor& { return a.block_table; }},
+       {"seq_lens", [](Paged& a) -> Tensor& { return a.seq_lens; }},
+       {"cu_seqlens_q", [](Paged& a) -> Tensor& { return *a.cu_seqlens_q; }}},
+      paged_out);
+
+  using Write = WriteKvArgs;
+  const Array kv(Host({3, 2, 8}, 1), DType::float32, kCpu);
+  const Array k_pool(Host({5, 4, 2, 8}, 7), DType::float32, kCpu);
+  const Array v_pool(Host({5, 4, 2, 8}, 7), DType::float32, kCpu);
+  Write write;
+  write.k = write.v = kv;
+  write.k_pool = k_pool;
+  write.v_pool = v_pool;
+  write.slot_mapping = numbers({0, 19, -1});
+  check_memory_refusals<Write>(
+      write, [](const Write& a) { write_kv(a); },
+      {{"k", [](Write& a) -> Tensor& { return a.k; }},
+       {"v", [](Write& a) -> Tensor& { return a.v; }},
+       {"k_pool", [](Write& a) -> Tensor& { return a.k_pool; }},
+       {"v_pool", [](Write& a) -> Tensor& { return a.v_pool; }},
+       {"slot_mapping", [](Write& a) -> Tensor& { return a.slot_mapping; }}},
+      k_pool);
+
+  struct Merge {
+    Tensor out_a, lse_a, out_b, lse_b, out, lse;
+  };
+  const Array a(Host({2, 3, 8}, 1), DType::float32, kCpu);
+  const Array lse_a(Host({2, 3}), DType::float32, kCpu);
+  const Array merged(Host({2, 3, 8}, 7), DType::float32, kCpu);
+  const Array merged_lse(Host({2, 3}, 7), DType::float32, kCpu);
+  const Merge merge{a, lse_a, a, lse_a, merged, merged_lse};
+  check_memory_refusals<Merge>(
+      merge,
+      [](const Merge& x) { merge_attention(x.out_a, x.lse_a, x.out_b, x.lse_b, x.out, x.lse, 2); },
+      {{"out_a", [](Merge& x) -> Tensor& { return x.out_a; }},
+       {"lse_a", [](Merge& x) -> Tensor& { return x.lse_a; }},
+       {"out_b", [](Merge& x) -> Tensor& { return x.out_b; }},
+       {"lse_b", [](Merge& x) -> Tensor& { return x.lse_b; }},
+       {"out", [](Merge& x) -> Tensor& { return x.out; }},
+       {"lse", [](Merge& x) -> Tensor& { return x.lse; }}},
+      merged);
+}
+
+TEST(sizes_whose_product_no_array_has_are_refused) {
+  const Array q(Host({1, 1, 1, 8}, 1), DType::float32, kCpu);
+  const Array out(Host({1, 1, 1, 8}, 7), DType::float32, kCpu);
+  FlashArgs args;
+  args.q = args.k = args.v = q;
+  args.out = out;
+  for (Tensor* wide : {&args.q, &args.k, &args.v}) {
+    const Tensor before = *wide;
+    for (const int axis : {0, 1}) {
+      wide->shape[axis] = std::int64_t{1} << 32;  // the product of all is 0 modulo 2^64
+      wide->strides[axis] = 0;
+    }
+    CHECK_THROWS(ValueError, flash_attention(args), "shape [4294967296, 4294967296, 1, 8]",
+                 "less than 4e18 elements");
+    CHECK(wide->size() == INT64_MAX);
+    wide->shape[2] = 0;
+    CHECK(wide->size() == 0);
+    CHECK_THROWS(ValueError, flash_attention(args), "shape [4294967296, 4294967296, 0, 8]",
+                 "less than 4e18 elements");
+    *wide = before;
+  }
+  args.out.rank = Tensor::kMaxRank + 3;
+  CHECK_THROWS(ValueError, flash_attention(args), "out", "9 dimensions", "0 to 6");
+  for (const float value : download(out).values) CHECK(value == 7);
+}
+
+TEST(numbers_as_text) {
+  CHECK(number_to_string(2) == "2");
+  CHECK(number_to_string(-0.5) == "-0.5");
+  CHECK(number_to_string(0.1) == "0.1");
+  CHECK(number_to_string(1e-60) == "1e-60");
+  CHECK(number_to_string(1 + 1e-15) == "1.000000000000001");
+  CHECK(number_to_string(static_cast<double>(kInf)) == "inf");
+  CHECK(number_to_string(std::nan("")) == "nan");
 }
 
 TEST(names_and_devices_as_text) {

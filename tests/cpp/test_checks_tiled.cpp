@@ -122,6 +122,28 @@ TEST(step_tile_refusals) {
        {"out", "[2, 1, 4, 8]", "head_dim_v=6"}},
       {R::kValue, [](auto& a) { a.lse = flattened(*a.lse); }, {"lse", "[2, 1]", "[2, 1, 4]"}},
       {R::kValue,
+       [](auto& a) { a.out = without_tokens(*a.out); },
+       {"out", "[2, 4, 6]", "num_seqs=2, q_len=1, num_q_heads=4, head_dim_v=6"}},
+      {R::kValue,
+       [](auto& a) { a.q = without_tokens(a.q); },
+       {"out", "[2, 1, 4, 6]", "num_seqs=2, num_q_heads=4, head_dim_v=6"}},
+      {R::kValue, [](auto& a) { a.out->rank = 9; }, {"out", "9 dimensions", "0 to 6"}},
+      {R::kValue,
+       [](auto& a) { a.tile_blocks = far_apart(a.tile_blocks); },
+       {"tile_blocks", "4e18"}},
+      {R::kValue,
+       [](auto& a) { a.tile_block_counts = misaligned(a.tile_block_counts); },
+       {"tile_block_counts", "address", "4-byte"}},
+      {R::kValue,
+       [](auto& a) { a.last_block_valid_slots = misaligned(*a.last_block_valid_slots); },
+       {"last_block_valid_slots", "address", "4-byte"}},
+      {R::kValue,
+       [](auto& a) { a.kv_positions = misaligned(*a.kv_positions); },
+       {"kv_positions", "address", "4-byte"}},
+      {R::kValue,
+       [](auto& a) { a.q_positions = far_apart(*a.q_positions); },
+       {"q_positions", "4e18"}},
+      {R::kValue,
        [](auto& a) { a.tile_block_counts = numbers({2, 3}); },
        {"tile_block_counts", "sequence 1", "3", "0 to 2"}},
       {R::kValue,
@@ -149,6 +171,28 @@ TEST(step_tile_refusals) {
   later = right;
   for (Tensor* tensor : {&later.q, &later.k_pool, &later.v_pool}) tensor->dtype = DType::float16;
   CHECK_THROWS(TypeError, attention.step_tile(later), "q", "float16", "float32", "first tile");
+
+  // finalize goes by the form of q, which was [B, 1, Hq, D] here.
+  const Tensor result = out, result_lse = lse;
+  CHECK_THROWS(ValueError, attention.finalize(without_tokens(result)), "out", "[2, 4, 6]",
+               "num_seqs=2, q_len=1, num_q_heads=4, head_dim_v=6");
+  CHECK_THROWS(ValueError, attention.finalize(result, without_tokens(result_lse)), "lse", "[2, 4]",
+               "[2, 1, 4]");
+  attention.finalize(result, result_lse);
+  context = "q without tokens";
+  TileArgs flat = right;
+  flat.q = without_tokens(flat.q);
+  flat.out.reset();
+  flat.lse.reset();
+  attention.begin_step(2);
+  attention.step_tile(flat);
+  CHECK_THROWS(ValueError, attention.finalize(result), "out", "[2, 1, 4, 6]",
+               "num_seqs=2, num_q_heads=4, head_dim_v=6");
+  attention.finalize(without_tokens(result));
+  context = "before begin_step";
+  TiledAttention fresh(dims, kCpu);
+  CHECK_THROWS(ValueError, fresh.step_tile(right), "q", "2 sequences", "0", "call begin_step");
+  CHECK_THROWS(ValueError, fresh.finalize(result), "out", "2 sequences", "0", "call begin_step");
 
   ScoreOptions options;
   options.window.left = 3;
@@ -256,6 +300,9 @@ TEST(state_refusals) {
   const Array sinks(Host({4}), DType::float32, kCpu);
   CHECK_THROWS(ValueError, a.finalize(shortened(out), lse), "out", "1 sequences", "2");
   CHECK_THROWS(ValueError, a.finalize(out, shortened(lse)), "lse", "[1, 4]", "[2, 4]");
+  CHECK_THROWS(ValueError, a.finalize(with_tokens(out)), "out", "[2, 1, 4, 8]", "head_dim_v=8");
+  const State tokens = State::empty(kCpu, 1, 2, 4, 8);
+  CHECK_THROWS(ValueError, tokens.finalize(shortened(out)), "out", "[1, 4, 8]", "q_len=2");
   CHECK_THROWS(ValueError, a.finalize(out, lse, shortened(sinks)), "sinks", "[3]", "4");
   CHECK_THROWS(TypeError, a.finalize(of_type(out, DType::int32), lse), "out", "int32", "float32");
   for (const float value : download(out).values) CHECK(value == 7);

@@ -296,6 +296,55 @@ DEVICE_TEST(packed_sequences) {
   }
 }
 
+/// cu_seqlens are judged where there is nothing to attend as well: no rows of q, or no sequences.
+DEVICE_TEST(packed_calls_with_nothing_to_do) {
+  struct Starts {
+    std::int64_t num_rows;
+    std::vector<std::int64_t> q, k;
+    std::vector<std::string> wrong;  ///< nothing where they are right
+  };
+  for (const Starts& starts :
+       {Starts{0, {0, 0, 0}, {0, 4, 9}, {}}, Starts{0, {0}, {0}, {}}, Starts{3, {0}, {0}, {}},
+        Starts{0, {0, 1, 0}, {0, 4, 9}, {"cu_seqlens_q", "entry 1", "value 1", "0 to 0"}},
+        Starts{0, {0, 0, 0}, {0, 4, 10}, {"cu_seqlens_k", "entry 2", "value 10", "4 to 9"}},
+        Starts{0, {0, 0, 0}, {1, 4, 9}, {"cu_seqlens_k", "entry 0", "value 1", "0 to 0"}},
+        Starts{0, {2}, {0}, {"cu_seqlens_q", "entry 0", "value 2", "0 to 0"}},
+        Starts{0, {0}, {-1}, {"cu_seqlens_k", "entry 0", "value -1", "0 to 0"}},
+        Starts{3, {2}, {0}, {"cu_seqlens_q", "entry 0", "value 2", "0 to 0"}},
+        Starts{3, {0}, {5}, {"cu_seqlens_k", "entry 0", "value 5", "0 to 0"}}}) {
+    const std::string where = context;
+    context += ", " + std::to_string(starts.num_rows) + " rows, " +
+               std::to_string(starts.q.size() - 1) + " sequences";
+    const auto entries = static_cast<std::int64_t>(starts.q.size());
+    const Array q(Host({starts.num_rows, 4, 8}, 1), DType::float32, device);
+    const Array k(Host({9, 2, 8}, 1), DType::float32, device);
+    const Array out(Host({starts.num_rows, 4, 8}, 7), DType::float32, device);
+    const Array lse(Host({starts.num_rows, 4}, 7), DType::float32, device);
+    const Array cu_q = indices({entries}, starts.q, device);
+    const Array cu_k = indices({entries}, starts.k, device);
+    FlashArgs args;
+    args.q = q;
+    args.k = args.v = k;
+    args.out = out;
+    args.lse = lse.tensor();
+    args.cu_seqlens_q = cu_q.tensor();
+    args.cu_seqlens_k = cu_k.tensor();
+    args.check = true;
+    if (starts.wrong.empty()) {
+      flash_attention(args);
+      for (const float value : download(out).values) CHECK(value == 0);
+      for (const float value : download(lse).values) CHECK(value == -kInf);
+    } else {
+      check_throws<ValueError>(__FILE__, __LINE__, [&] { flash_attention(args); }, starts.wrong);
+      for (const float value : download(out).values) {
+        CHECK(device.is_cpu() ? value == 7 : std::isnan(value));
+      }
+    }
+    CHECK(out.tensor().size() == starts.num_rows * 32);
+    context = where;
+  }
+}
+
 DEVICE_TEST(zero_sizes_are_right) {
   for (const Case& c : {Case{.name = "no batch", .batch = 0}, Case{.name = "no query", .q_len = 0},
                         Case{.name = "no heads", .num_q_heads = 0, .num_kv_heads = 0}}) {

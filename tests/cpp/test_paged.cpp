@@ -290,6 +290,30 @@ DEVICE_TEST(zero_sequences_and_an_empty_table) {
   for (const float value : download(two.lse).values) CHECK(value == -kInf);
 }
 
+DEVICE_TEST(arguments_without_query_rows_are_judged) {
+  const Array q(Host({0, 4, 8}), DType::float32, device),
+      out(Host({0, 4, 8}), DType::float32, device);
+  const Array pool(Host({5, 4, 2, 8}, 1), DType::float32, device);
+  const Array table = indices({2, 1}, {1, 3}, device), lengths = indices({2}, {4, 2}, device);
+  const Array right = indices({3}, {0, 0, 0}, device), wrong = indices({3}, {0, 0, 1}, device);
+  const Array too_long = indices({2}, {4, 5}, device);
+  PagedArgs args;
+  args.q = q;
+  args.k_pool = args.v_pool = pool;
+  args.block_table = table;
+  args.seq_lens = lengths;
+  args.cu_seqlens_q = right.tensor();
+  args.out = out;
+  args.check = true;
+  paged_attention(args);
+  CHECK(download(out).size() == 0);
+  args.cu_seqlens_q = wrong.tensor();
+  CHECK_THROWS(ValueError, paged_attention(args), "cu_seqlens_q", "entry 2", "value 1", "0 to 0");
+  args.cu_seqlens_q = right.tensor();
+  args.seq_lens = too_long;
+  CHECK_THROWS(ValueError, paged_attention(args), "seq_lens", "sequence 1", "value 5", "0 to 4");
+}
+
 DEVICE_TEST(a_bad_block_is_found_by_device) {
   Case c{.name = "bad block"};
   Call call(c, device);

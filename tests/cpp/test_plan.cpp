@@ -126,6 +126,22 @@ TEST(an_object_reserves_enough_for_each_of_its_calls) {
   }
 }
 
+TEST(packed_q_on_a_gpu_needs_room_for_every_sequence) {
+  const Device gpu{DeviceKind::cuda, 0};
+  const std::int64_t entries[] = {0, 100};
+  AttentionProblem p = paged(100, 100, 300);
+  p.total_q = 100;
+  p.cu_seqlens_q.data = entries;
+  p.cu_seqlens_q.is_int64 = true;
+  CHECK(make_plan(p, gpu, 256 + 4 * 100).seqs_per_launch == 100);
+  CHECK_THROWS(ValueError, make_plan(p, gpu, 256 + 4 * 99), "workspace", "holds 99 sequences",
+               "all 100", "4 bytes for each and 256 more");
+  // Elsewhere the sequences may go in groups.
+  CHECK(make_plan(p, {}, 256 + 4 * 99).seqs_per_launch == 99);
+  p.cu_seqlens_q = {};
+  CHECK(make_plan(p, gpu, 256 + 4 * 99).seqs_per_launch == 99);
+}
+
 TEST(kernels_by_query_length_and_device) {
   const Device gpu{DeviceKind::cuda, 0};
   CHECK(make_plan(paged(1, 1, 100), {}, kBytes).kernel == Kernel::cpu_decode);

@@ -85,12 +85,16 @@ TEST(any_number_of_threads_gives_the_same_bits) {
   }
 }
 
-TEST(a_number_of_threads_below_one_is_refused) {
-  const int before = get_num_threads();
-  CHECK(before >= 1);
-  CHECK_THROWS(ValueError, set_num_threads(0), "num_threads", "0", "1");
-  CHECK_THROWS(ValueError, set_num_threads(-3), "num_threads", "-3", "1");
-  CHECK(get_num_threads() == before);
+TEST(numbers_of_threads_that_no_pool_has_are_refused) {
+  const ThreadCount restore;
+  for (const std::int64_t number :
+       {std::int64_t{0}, std::int64_t{-3}, std::int64_t{1025}, (std::int64_t{1} << 32) + 2}) {
+    CHECK_THROWS(ValueError, set_num_threads(number), "num_threads",
+                 "got " + std::to_string(number), "expected 1 to 1024");
+    CHECK(get_num_threads() == restore.before);
+  }
+  set_num_threads(1024);
+  CHECK(get_num_threads() == 1024);
 }
 
 TEST(callers_at_once_get_their_own_results) {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+import tiledattn as ta
 from tiledattn.demo.arrays import arrays_for
 from tiledattn.demo.attention import PromptAttention, StreamedAttention
 from tiledattn.demo.config import ModelConfig
@@ -47,16 +48,19 @@ def run(options: DemoOptions) -> int:
     DemoError
         For anything that the user can put right: no model, no array library, a prompt that is too long.
     """
+    # Wrong settings in the environment are refused here, not while the text is printed.
+    ta.info()
+    ta.get_num_threads()
     arrays = arrays_for(options.device)
     model, tokenizer = _load(options)
     config = model.config
     prompt = tokenizer.encode_chat(options.prompt)
     if not prompt:
-        raise DemoError("--prompt or --prompt-file: holds no text")
+        raise DemoError("--prompt or --prompt-file: got no text; expected one token or more")
     if len(prompt) >= config.context_length:
         raise DemoError(
-            f"--prompt or --prompt-file: {len(prompt)} tokens, "
-            f"at most {config.context_length - 1} leave room for an answer"
+            f"--prompt or --prompt-file: got {len(prompt)} tokens; "
+            f"expected at most {config.context_length - 1}, which leaves room for an answer"
         )
     # The last token that is chosen is never fed back, so it needs no place.
     capacity = min(len(prompt) + options.tokens - 1, config.context_length)

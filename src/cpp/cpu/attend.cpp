@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "cpu/allocate.h"
 #include "cpu/convert.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
@@ -60,7 +61,8 @@ class Workbench {
     const auto floats = static_cast<std::size_t>(q_floats + 2 * o_floats + 4 * num_rows) +
                         kAlignment / sizeof(float);
     if (floats > size_) {
-      memory_ = std::make_unique_for_overwrite<float[]>(floats);
+      allocate(floats * sizeof(float),
+               [&] { memory_ = std::make_unique_for_overwrite<float[]>(floats); });
       size_ = floats;
     }
     void* start = memory_.get();
@@ -141,11 +143,8 @@ class Attention {
 };
 
 void Attention::check() const {
-  if (p_.packed_q() && p_.num_seqs == 0) {
-    const Fault fault =
-        detail::out_of_range(FaultArgument::cu_seqlens_q, 0, -1, p_.cu_seqlens_q.at(0), 0, 0);
-    if (fault.found()) throw_fault(fault);
-  }
+  const Fault no_sequences = check_no_sequences(p_);
+  if (no_sequences.found()) throw_fault(no_sequences);
   for (std::int64_t b = 0; b < p_.num_seqs; ++b) {
     const Fault fault = check_sequence(p_, b);
     if (fault.found()) throw_fault(fault);
@@ -192,6 +191,11 @@ void Attention::run_sequences(std::int64_t first, std::int64_t last) const {
 std::vector<Tile> Attention::make_tiles(std::int64_t first, std::int64_t last) const {
   std::vector<Tile> tiles;
   const std::int64_t tokens = tokens_per_tile();
+  std::int64_t count = 0;
+  for (std::int64_t b = first; b < last; ++b) {
+    count += p_.num_kv_heads * ((sequence_at(p_, b).q_len + tokens - 1) / tokens);
+  }
+  reserve(tiles, count);
   for (std::int64_t b = first; b < last; ++b) {
     const Sequence s = sequence_at(p_, b);
     for (std::int64_t kv_head = 0; kv_head < p_.num_kv_heads; ++kv_head) {
@@ -227,6 +231,9 @@ void Attention::split(const std::vector<Tile>& tiles, std::int64_t first) const 
     std::int64_t segment;
   };
   std::vector<Part> parts;
+  std::int64_t count = 0;
+  for (const Tile& t : tiles) count += segments_of(t.sequence);
+  reserve(parts, count);
   for (const Tile& t : tiles) {
     for (std::int64_t i = 0; i < segments_of(t.sequence); ++i) parts.push_back({&t, i});
   }

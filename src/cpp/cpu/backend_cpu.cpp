@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "checks.h"
+#include "cpu/allocate.h"
 #include "cpu/attend.h"
 #include "cpu/convert.h"
 #include "cpu/isa.h"
@@ -56,9 +57,10 @@ ResultRow result_at(const OutputView& view, std::int64_t i, std::int64_t j, std:
 /// One row of merge_attention, `scale` * lse being the natural logarithm; returns the lse.
 float merge_results(const MergeAttentionProblem& p, const ResultRow& a, const ResultRow& b,
                     void* out) {
+  constexpr std::int64_t kPart = 256;  // elements at a time: these rows may have any length
   const auto convert = [&](const void* from, double weight, float* to, std::int64_t first,
                            std::int64_t count) {
-    float row[256];
+    float row[kPart];
     cpu::load_row(cpu::advance(from, first, p.out.dtype), p.out.dtype, count, row);
     for (std::int64_t d = 0; d < count; ++d)
       to[d] += static_cast<float>(weight * static_cast<double>(row[d]));
@@ -80,9 +82,9 @@ float merge_results(const MergeAttentionProblem& p, const ResultRow& a, const Re
   const double weight_a = std::exp(lse_a - top);
   const double weight_b = std::exp(lse_b - top);
   const double total = weight_a + weight_b;
-  for (std::int64_t first = 0; first < p.head_dim_v; first += 256) {
-    const std::int64_t count = std::min<std::int64_t>(256, p.head_dim_v - first);
-    float sum[256] = {};
+  for (std::int64_t first = 0; first < p.head_dim_v; first += kPart) {
+    const std::int64_t count = std::min(kPart, p.head_dim_v - first);
+    float sum[kPart] = {};
     convert(a.out, weight_a / total, sum, first, count);
     convert(b.out, weight_b / total, sum, first, count);
     cpu::store_row(sum, count, p.out.dtype, cpu::advance(out, first, p.out.dtype));
@@ -114,8 +116,7 @@ class CpuBackend final : public Backend {
         madvise(memory, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);
 #endif
     }
-    if (memory == nullptr)
-      throw MemoryError("cpu: could not allocate " + std::to_string(bytes) + " bytes");
+    if (memory == nullptr) cpu::throw_no_memory(std::to_string(bytes));
     return {memory, std::free};
   }
 

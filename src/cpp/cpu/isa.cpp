@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backend.h"
-#include "tiledattn/error.h"
+#include "check_tensor.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -86,8 +86,8 @@ const cpu::CpuKernels& choose() {
     if (std::string(forced) == candidate->name) return *candidate;
     names += (names.empty() ? "" : ", ") + std::string(candidate->name);
   }
-  throw ValueError("TILEDATTN_CPU_ISA: is '" + std::string(forced) +
-                   "'; this machine and build have " + names);
+  refuse("TILEDATTN_CPU_ISA", '"' + std::string(forced) + '"',
+         names + ", which this machine and build have");
 }
 
 }  // namespace

@@ -13,8 +13,8 @@
 #include <system_error>
 #include <thread>
 
+#include "check_tensor.h"
 #include "cpu/num_cpus.h"
-#include "tiledattn/error.h"
 #include "tiledattn/one_shot.h"
 
 namespace tiledattn::cpu {
@@ -25,16 +25,21 @@ constexpr int kMaxThreads = 1024;
 /// What set_num_threads asked for; 0: nothing yet.
 std::atomic<int> requested_threads{0};
 
+/// `number` where the pool can have that many threads. `got`: as the caller wrote it.
+int checked_num_threads(const char* argument, const std::string& got, std::int64_t number) {
+  if (number < 1 || number > kMaxThreads) {
+    refuse(argument, got, "1 to " + std::to_string(kMaxThreads));
+  }
+  return static_cast<int>(number);
+}
+
 int threads_from_environment() {
   const char* text = std::getenv("TILEDATTN_NUM_THREADS");
   if (text == nullptr || *text == '\0') return std::clamp(num_usable_cpus(), 1, kMaxThreads);
   char* end = nullptr;
   const long number = std::strtol(text, &end, 10);
-  if (*end != '\0' || number < 1 || number > kMaxThreads) {
-    throw ValueError("TILEDATTN_NUM_THREADS: is '" + std::string(text) +
-                     "'; wanted a number from 1 to " + std::to_string(kMaxThreads));
-  }
-  return static_cast<int>(number);
+  return checked_num_threads("TILEDATTN_NUM_THREADS", '"' + std::string(text) + '"',
+                             *end == '\0' ? number : 0);
 }
 
 /// True on a thread that is running a task: its own calls run on itself.
@@ -160,12 +165,10 @@ void parallel_for(std::int64_t num_tasks, TaskRef task) {
 
 namespace tiledattn {
 
-void set_num_threads(int num_threads) {
-  if (num_threads < 1 || num_threads > cpu::kMaxThreads) {
-    throw ValueError("num_threads: is " + std::to_string(num_threads) + "; wanted 1 to " +
-                     std::to_string(cpu::kMaxThreads));
-  }
-  cpu::requested_threads.store(num_threads, std::memory_order_relaxed);
+void set_num_threads(std::int64_t num_threads) {
+  const int checked =
+      cpu::checked_num_threads("num_threads", std::to_string(num_threads), num_threads);
+  cpu::requested_threads.store(checked, std::memory_order_relaxed);
 }
 
 int get_num_threads() {

@@ -64,14 +64,10 @@ void write_result(const OutputView& out, const float* sinks, std::int64_t seq, s
     keep = std::exp(*row.m - m);
     l = l * keep + std::exp(sinks[head] - m);
   }
-  float result[256];
+  float result[kMaxHeadDim];
   void* to = advance(out.data, out.row_offset(seq, token, head), out.dtype);
-  for (std::int64_t first = 0; first < head_dim_v; first += 256) {
-    const std::int64_t count = std::min<std::int64_t>(256, head_dim_v - first);
-    for (std::int64_t d = 0; d < count; ++d)
-      result[d] = l == 0.0f ? 0.0f : row.o[first + d] * keep / l;
-    store_row(result, count, out.dtype, advance(to, first, out.dtype));
-  }
+  for (std::int64_t d = 0; d < head_dim_v; ++d) result[d] = l == 0.0f ? 0.0f : row.o[d] * keep / l;
+  store_row(result, head_dim_v, out.dtype, to);
   if (out.lse != nullptr) {
     out.lse[out.lse_offset(seq, token, head)] = l == 0.0f ? -kInfinity : m + std::log(l);
   }

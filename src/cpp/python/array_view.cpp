@@ -116,10 +116,10 @@ Device wanted_device(nb::handle dl_device, Device own) {
       ("dl_device: expected the device of the array, " + to_string(own) + ", or the CPU").c_str());
 }
 
-nb::tuple shape_tuple(const Tensor& tensor) {
+nb::typed<nb::tuple, std::int64_t, nb::ellipsis> shape_tuple(const Tensor& tensor) {
   nb::list shape;
   for (int i = 0; i < tensor.rank; ++i) shape.append(tensor.shape[i]);
-  return nb::tuple(shape);
+  return nb::borrow<nb::typed<nb::tuple, std::int64_t, nb::ellipsis>>(nb::tuple(shape));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "array_view.h"
 #include "bindings.h"
+#include "check_tensor.h"
 #include "gil.h"
 #include "result_arrays.h"
 #include "scalar_arg.h"
@@ -46,7 +47,7 @@ TiledAttentionDims make_dims(nb::handle max_seqs, nb::handle num_q_heads, nb::ha
   dims.max_q_len = integer_arg(max_q_len, "dims.max_q_len");
   // 0 would mean "like head_dim" to validated().
   const std::optional<std::int64_t> value_dim = optional_integer_arg(head_dim_v, "dims.head_dim_v");
-  if (value_dim && *value_dim == 0) throw ValueError("dims.head_dim_v: got 0; expected 1 to 256");
+  if (value_dim) check_head_dim("dims.head_dim_v", *value_dim);
   dims.head_dim_v = value_dim.value_or(0);
   return dims.validated();
 }
@@ -89,8 +90,7 @@ class BoundAttention {
     if (!dtype && !core_->device().is_cpu()) {
       throw ValueError(
           "out: got None before the first tile of the step, when there is no q whose framework "
-          "could make it; pass an "
-          "array");
+          "could make it; expected an array (or begin_step and step_tile first)");
     }
     const std::int64_t q_len = q_rank_ != 0 ? core_->q_len() : dims.max_q_len;
     const bool has_tokens = q_rank_ == 4 || (q_rank_ == 0 && dims.max_q_len > 1);

@@ -2,9 +2,11 @@
 // Questions about the build and the machine.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <tuple>
 
 #include "backend.h"
 #include "bindings.h"
@@ -20,7 +22,7 @@ namespace tiledattn::binding {
 
 namespace {
 
-nb::dict info() {
+nb::typed<nb::dict, std::string, nb::any> info() {
   const BuildInfo build = build_info();
   nb::list devices;
   for (int i = 0; i < build.num_cuda_devices; ++i) devices.append(cuda_backend()->device_name(i));
@@ -32,7 +34,7 @@ nb::dict info() {
   answer["cpu_isas"] = cpu_isas();
   answer["num_cuda_devices"] = build.num_cuda_devices;
   answer["cuda_devices"] = devices;
-  return answer;
+  return nb::borrow<nb::typed<nb::dict, std::string, nb::any>>(answer);
 }
 
 SupportQuery::Operation operation_arg(nb::handle value) {
@@ -65,9 +67,9 @@ DType dtype_arg(nb::handle value) {
                    "\"; expected the name of an element type, such as \"bfloat16\"");
 }
 
-nb::tuple answer_supports(nb::handle operation, nb::handle device, nb::handle dtype,
-                          nb::handle num_q_heads, nb::handle num_kv_heads, nb::handle head_dim,
-                          nb::handle head_dim_v, nb::handle block_size) {
+std::tuple<bool, std::string, std::string> answer_supports(
+    nb::handle operation, nb::handle device, nb::handle dtype, nb::handle num_q_heads,
+    nb::handle num_kv_heads, nb::handle head_dim, nb::handle head_dim_v, nb::handle block_size) {
   SupportQuery query;
   query.operation = operation_arg(operation);
   query.device = device_arg(device);
@@ -78,7 +80,7 @@ nb::tuple answer_supports(nb::handle operation, nb::handle device, nb::handle dt
   query.head_dim_v = optional_integer_arg(head_dim_v, "head_dim_v").value_or(0);
   query.block_size = integer_arg(block_size, "block_size");
   const Support answer = supports(query);
-  return nb::make_tuple(answer.supported, answer.kernel, answer.reason);
+  return {answer.supported, answer.kernel, answer.reason};
 }
 
 }  // namespace
@@ -98,13 +100,7 @@ void bind_build(nb::module_& m) {
       "device"_a.none());
   m.def(
       "set_num_threads",
-      [](nb::handle num_threads) {
-        const std::int64_t wanted = integer_arg(num_threads, "num_threads");
-        if (wanted < 1 || wanted > 4096) {
-          throw ValueError("num_threads: got " + std::to_string(wanted) + "; expected 1 to 4096");
-        }
-        set_num_threads(static_cast<int>(wanted));
-      },
+      [](nb::handle num_threads) { set_num_threads(integer_arg(num_threads, "num_threads")); },
       "num_threads"_a.none());
   m.def("get_num_threads", get_num_threads);
 }

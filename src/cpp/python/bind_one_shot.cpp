@@ -28,21 +28,12 @@ Layout layout_arg(nb::handle value) {
   throw ValueError("layout: got \"" + layout + "\"; expected \"bshd\" or \"bhsd\"");
 }
 
-Workspace* workspace_arg(nb::handle value) {
-  if (value.is_none()) return nullptr;
-  Workspace* workspace = nullptr;
-  if (!nb::try_cast<Workspace*>(value, workspace, false)) {
-    throw TypeError("workspace: expected a Workspace or None, got " + type_name_of(value));
-  }
-  return workspace;
-}
-
 nb::any bound_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle causal,
                               nb::handle softmax_scale, nb::handle window, nb::handle softcap,
                               nb::handle sinks, nb::handle layout, nb::handle cu_seqlens_q,
                               nb::handle cu_seqlens_k, nb::handle max_seqlen_q,
                               nb::handle max_seqlen_k, nb::handle out, nb::handle lse,
-                              nb::handle return_lse, nb::handle check, nb::handle workspace,
+                              nb::handle return_lse, nb::handle check, Workspace* workspace,
                               nb::handle stream) {
   TensorArgs args(stream);
   FlashArgs call;
@@ -57,7 +48,7 @@ nb::any bound_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::hand
   call.max_seqlen_k = optional_integer_arg(max_seqlen_k, "max_seqlen_k");
   call.score = score_arg(args, softmax_scale, softcap, window, sinks);
   call.check = bool_arg(check, "check");
-  call.workspace = workspace_arg(workspace);
+  call.workspace = workspace;
   const ResultArrays results(args, attention_result_like(call.q, call.v), out, lse,
                              bool_arg(return_lse, "return_lse"), args.framework());
   call.out = results.out();
@@ -75,7 +66,7 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
                               nb::handle softmax_scale, nb::handle window, nb::handle softcap,
                               nb::handle sinks, nb::handle cu_seqlens_q, nb::handle max_seqlen_q,
                               nb::handle out, nb::handle lse, nb::handle return_lse,
-                              nb::handle check, nb::handle workspace, nb::handle stream) {
+                              nb::handle check, Workspace* workspace, nb::handle stream) {
   TensorArgs args(stream);
   PagedArgs call;
   call.q = args.input(q, "q");
@@ -88,7 +79,7 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
   call.max_seqlen_q = optional_integer_arg(max_seqlen_q, "max_seqlen_q");
   call.score = score_arg(args, softmax_scale, softcap, window, sinks);
   call.check = bool_arg(check, "check");
-  call.workspace = workspace_arg(workspace);
+  call.workspace = workspace;
   const ResultArrays results(args, attention_result_like(call.q, call.v_pool), out, lse,
                              bool_arg(return_lse, "return_lse"), args.framework());
   call.out = results.out();

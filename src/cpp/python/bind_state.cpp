@@ -85,14 +85,17 @@ State unpack(nb::handle data, nb::handle device) {
   const double values = static_cast<double>(header.num_seqs) * static_cast<double>(header.q_len) *
                         static_cast<double>(header.num_q_heads) *
                         (static_cast<double>(header.head_dim_v) + 2);
-  if (values * 4 != static_cast<double>(given)) {
-    refuse_packed("the header's sizes need " + std::to_string(values * 4) + " bytes, but " +
-                  std::to_string(given) + " follow");
+  const bool sensible = header.num_seqs >= 0 && header.q_len >= 1 && header.num_q_heads >= 1 &&
+                        header.head_dim_v >= 1;
+  if (!sensible || values * 4 != static_cast<double>(given)) {
+    refuse_packed("num_seqs " + std::to_string(header.num_seqs) + ", q_len " +
+                  std::to_string(header.q_len) + ", num_q_heads " +
+                  std::to_string(header.num_q_heads) + " and head_dim_v " +
+                  std::to_string(header.head_dim_v) + " in its header do not go with the " +
+                  std::to_string(given) + " bytes after it");
   }
   State state = State::uninitialized({DeviceKind::cpu, 0}, header.num_seqs, header.q_len,
                                      header.num_q_heads, header.head_dim_v);
-  if (static_cast<std::size_t>(state.buffer().bytes()) < given)
-    refuse_packed("the header's sizes are wrong");
   if (given > 0) std::memcpy(state.buffer().data(), bytes.c_str() + sizeof(header), given);
   if (where.is_cpu()) return state;
   const GilReleased unlocked;
@@ -114,7 +117,7 @@ nb::any finalize(const State& state, nb::handle sinks, nb::handle stream) {
   return results.value();
 }
 
-State merge(const nb::list& states, nb::handle stream) {
+State merge(const nb::typed<nb::list, State>& states, nb::handle stream) {
   std::vector<const State*> given;
   for (const nb::handle state : states) given.push_back(nb::cast<const State*>(state));
   const Device device = given.empty() ? Device{} : given.front()->device();

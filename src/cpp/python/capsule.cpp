@@ -90,15 +90,15 @@ Tensor tensor_of(const dlpack::Array& array, const char* name) {
   }
   tensor.dtype = static_cast<DType>(array.dtype.code * 256 + array.dtype.bits);
   tensor.rank = array.ndim;
-  std::int64_t c_order = 1;
+  std::uint64_t c_order = 1;  // unsigned, to overflow quietly: the core refuses such a shape
   for (int i = array.ndim - 1; i >= 0; --i) {
     tensor.shape[i] = array.shape[i];
-    tensor.strides[i] = array.strides ? array.strides[i] : c_order;
-    c_order *= array.shape[i];
+    tensor.strides[i] = array.strides ? array.strides[i] : static_cast<std::int64_t>(c_order);
+    c_order *= static_cast<std::uint64_t>(array.shape[i]);
   }
   if (array.data != nullptr) {
     tensor.data = static_cast<char*>(array.data) + array.byte_offset;
-  } else if (c_order != 0) {
+  } else if (tensor.size() != 0) {
     throw ValueError(std::string(name) + ": has shape " + shape_to_string(tensor) +
                      " but no memory (a fake or meta tensor); expected an array with data");
   }

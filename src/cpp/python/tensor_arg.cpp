@@ -175,8 +175,9 @@ Tensor TensorArgs::convert_through_dlpack(nb::handle array, const char* name, bo
                      ": is a JAX array, which is immutable; leave it out to get a new array");
   }
   nb::object capsule;
+  Device device;
   try {
-    const Device device = dlpack_device(array, name);
+    device = dlpack_device(array, name);
     std::optional<std::int64_t> stream;
     if (!device.is_cpu()) {
       if (type.framework == Framework::jax) {
@@ -204,7 +205,13 @@ Tensor TensorArgs::convert_through_dlpack(nb::handle array, const char* name, bo
   } catch (const nb::python_error& error) {
     refuse_export(error, array, name);
   }
-  return consume(capsule, name, writable);
+  const Tensor tensor = consume(capsule, name, writable);
+  if (tensor.device != device) {
+    throw ValueError(std::string(name) + ": its __dlpack_device__() says " +
+                     tiledattn::to_string(device) + ", but its capsule is of an array on " +
+                     tiledattn::to_string(tensor.device));
+  }
+  return tensor;
 }
 
 Tensor TensorArgs::consume(nb::handle capsule, const char* name, bool writable) {

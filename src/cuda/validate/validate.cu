@@ -108,6 +108,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(const __grid_constant__ AttentionProblem p) {
   std::int64_t begin = 0;
+  const Fault fault = check_no_sequences(p);
+  if (fault.found() && blockIdx.x == 0 && threadIdx.x == 0) record_fault(p.faults, fault);
   if (p.num_seqs > 0) {
     const std::int64_t before = p.cu_seqlens_q.at(p.num_seqs - 1);
     begin = p.cu_seqlens_q.at(p.num_seqs);
@@ -120,7 +122,9 @@ __global__ void __launch_bounds__(kThreads)
        row < rows; row += num_warps) {
     const std::int64_t head = row % p.num_q_heads;
     const RowResult empty(-infinity(), 0.0f, p.sinks == nullptr ? nullptr : p.sinks + head);
-    write_row(p, 0, begin + row / p.num_q_heads, head, empty.value(0.0f), empty.lse);
+    const float value = fault.found() ? not_a_number() : empty.value(0.0f);
+    const float lse = fault.found() ? not_a_number() : empty.lse;
+    write_row(p, 0, begin + row / p.num_q_heads, head, value, lse);
   }
 }
 
@@ -132,7 +136,8 @@ void validate(const AttendParams& params, cudaStream_t stream) {
 
 void fill_rows_after_last_sequence(const AttentionProblem& problem, cudaStream_t stream) {
   const std::int64_t rows = problem.total_q * problem.num_q_heads;
-  const std::int64_t blocks = detail::min64(kFillBlocks, (rows + 3) / 4);
+  // One block at least: it also judges cu_seqlens where there are neither rows nor sequences.
+  const std::int64_t blocks = detail::max64(1, detail::min64(kFillBlocks, (rows + 3) / 4));
   launch(fill_kernel, "fill_rows_after_last_sequence", {blocks, kThreads}, problem, stream);
 }
 

@@ -359,7 +359,7 @@ TILEDATTN_API const char* tiledattn_cpu_isa(void);
 /* GPUs that this build can use; 0 without one, and then tiledattn_why_no_cuda() says why. */
 TILEDATTN_API int32_t tiledattn_cuda_device_count(void);
 TILEDATTN_API const char* tiledattn_why_no_cuda(void);
-/* Threads of the CPU backend, the caller's included: 1 or more. */
+/* Threads of the CPU backend, the caller's included: 1 to 1024. */
 TILEDATTN_API tiledattn_status tiledattn_set_num_threads(int32_t num_threads);
 TILEDATTN_API int32_t tiledattn_get_num_threads(void);
 

@@ -101,8 +101,8 @@ TILEDATTN_API Support supports(const SupportQuery& query);
 /// Wait for the device and throw what it found in the arguments of one-shot calls.
 TILEDATTN_API void check(Device device);
 
-/// Threads of the CPU backend, the caller's included. set: 1 or more.
-TILEDATTN_API void set_num_threads(int num_threads);
+/// Threads of the CPU backend, the caller's included. set: 1 to 1024.
+TILEDATTN_API void set_num_threads(std::int64_t num_threads);
 TILEDATTN_API int get_num_threads();
 
 /// What the build holds and the machine offers.

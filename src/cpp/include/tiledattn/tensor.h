@@ -69,9 +69,16 @@ struct Tensor {
   std::int64_t shape[kMaxRank] = {};
   std::int64_t strides[kMaxRank] = {};
 
+  /// Number of elements; the largest int64 where there are more.
   std::int64_t size() const {
+    for (int i = 0; i < rank; ++i) {
+      if (shape[i] <= 0) return 0;
+    }
     std::int64_t n = 1;
-    for (int i = 0; i < rank; ++i) n *= shape[i];
+    for (int i = 0; i < rank; ++i) {
+      if (n > INT64_MAX / shape[i]) return INT64_MAX;
+      n *= shape[i];
+    }
     return n;
   }
 };
