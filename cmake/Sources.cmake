@@ -69,6 +69,7 @@ set(tiledattn_python_sources
     src/cpp/python/array_view.cpp
     src/cpp/python/bind_attention.cpp
     src/cpp/python/bind_build.cpp
+    src/cpp/python/bind_jax.cpp
     src/cpp/python/bind_one_shot.cpp
     src/cpp/python/bind_state.cpp
     src/cpp/python/bind_streaming.cpp
@@ -80,7 +81,8 @@ set(tiledattn_python_sources
     src/cpp/python/result_arrays.cpp
     src/cpp/python/scalar_arg.cpp
     src/cpp/python/stream_arg.cpp
-    src/cpp/python/tensor_arg.cpp)
+    src/cpp/python/tensor_arg.cpp
+    src/cpp/python/xla_call.cpp)
 
 file(GLOB_RECURSE present RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} CONFIGURE_DEPENDS src/*.cpp src/*.cu)
 list(REMOVE_ITEM present ${tiledattn_core_sources} ${tiledattn_cuda_sources} ${tiledattn_python_sources})

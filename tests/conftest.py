@@ -38,6 +38,12 @@ def carrier(request):
     return arrays.make_carrier(request.param)
 
 
+@pytest.fixture(scope="session", params=_params("torch-cpu", "torch-cuda"))
+def torch_carrier(request):
+    """Carrier of torch's tensors on each device."""
+    return arrays.make_carrier(request.param)
+
+
 @pytest.fixture(scope="session")
 def cpu():
     return arrays.make_carrier("cpu")

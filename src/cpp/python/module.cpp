@@ -21,4 +21,5 @@ NB_MODULE(_core, m) {
   tiledattn::binding::bind_tile_source(m);
   tiledattn::binding::bind_streaming(m);
   tiledattn::binding::bind_build(m);
+  tiledattn::binding::bind_jax(m);
 }

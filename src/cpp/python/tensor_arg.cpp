@@ -181,8 +181,9 @@ Tensor TensorArgs::convert_through_dlpack(nb::handle array, const char* name, bo
     std::optional<std::int64_t> stream;
     if (!device.is_cpu()) {
       if (type.framework == Framework::jax) {
-        throw TypeError(std::string(name) + ": is a JAX array on " + tiledattn::to_string(device) +
-                        ", which is not supported yet; JAX arrays on the CPU are");
+        throw TypeError(
+            std::string(name) + ": is a JAX array on " + tiledattn::to_string(device) +
+            ", whose stream is not public; use the function of the same name in tiledattn.jax");
       }
       if (type.framework == Framework::other) {
         // The producer makes the stream that we name wait for its own work.

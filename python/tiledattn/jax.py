@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library inside JAX: functions for `jax.jit`, `jax.vmap` and `jax.shard_map`, on the CPU and on GPUs.
+
+They take the arguments of the functions of the same name in `tiledattn`, run as custom calls of XLA on its own stream
+and return new arrays. Numbers and flags are Python values, fixed when a function is traced. Forward only: JAX refuses
+to differentiate them. What is wrong with the arrays is found when the call runs and raised by JAX as its own error,
+with the library's text.
+
+Importing this module imports JAX, 0.6 or later.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from . import _core
+from ._types import Window
+
+__all__ = ["flash_attention", "merge_attention", "paged_attention"]
+
+
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    layout: str = "bshd",
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend to dense or packed keys and values; see `tiledattn.flash_attention` for the arguments.
+
+    Parameters
+    ----------
+    q, k, v
+        ``[B, Sq, Hq, D]``, ``[B, Sk, Hk, D]`` and ``[B, Sk, Hk, Dv]`` (``layout="bhsd"``: heads before sequence;
+        packed: ``[total, H, D]`` with both ``cu_seqlens``), bfloat16, float16 or float32.
+    causal, softmax_scale, window, softcap, sinks, layout
+        As there.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As there.
+    return_lse
+        Return the log-sum-exp too, ``out.shape[:-1]`` float32.
+
+    Returns
+    -------
+    out or (out, lse)
+        ``q.shape[:-1] + (Dv,)`` of the type of q.
+
+    Raises
+    ------
+    ValueError
+        For an array with a wrong number of dimensions, or an unknown layout.
+    jax.errors.JaxRuntimeError or ValueError
+        For all else, when the call runs: JAX chooses.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import tiledattn.jax
+    >>> q = jnp.ones((1, 3, 4, 8))
+    >>> k = v = jnp.ones((1, 5, 2, 8))
+    >>> jax.jit(tiledattn.jax.flash_attention)(q, k, v).shape
+    (1, 3, 4, 8)
+    """
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f'layout: got "{layout}"; expected "bshd" or "bhsd"')
+    rank = 4 if cu_seqlens_q is None else 3
+    operands = {
+        "q": (q, rank),
+        "k": (k, rank),
+        "v": (v, rank),
+        "sinks": (sinks, 1),
+        "cu_seqlens_q": (cu_seqlens_q, 1),
+        "cu_seqlens_k": (cu_seqlens_k, 1),
+    }
+    options = {
+        **_score_options(causal, softmax_scale, window, softcap),
+        "heads_first": np.bool_(layout == "bhsd"),
+        "max_seqlen_q": _integer(max_seqlen_q),
+        "max_seqlen_k": _integer(max_seqlen_k),
+    }
+    out, lse = _call("flash_attention", operands, v, options)
+    return (out, lse) if return_lse else out
+
+
+def paged_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    max_seqlen_q: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend to a paged KV cache; see `tiledattn.paged_attention` for the arguments.
+
+    Parameters
+    ----------
+    q
+        ``[B, Hq, D]``, ``[B, Sq, Hq, D]``, or ragged ``[total_q, Hq, D]`` with ``cu_seqlens_q``.
+    k_pool, v_pool
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q.
+    block_table, seq_lens
+        ``[B, max_blocks]`` and ``[B]``, int32 or int64.
+    causal, softmax_scale, window, softcap, sinks, cu_seqlens_q, max_seqlen_q
+        As there.
+    return_lse
+        Return the log-sum-exp too, ``out.shape[:-1]`` float32.
+
+    Returns
+    -------
+    out or (out, lse)
+        ``q.shape[:-1] + (Dv,)`` of the type of q.
+
+    Raises
+    ------
+    ValueError
+        For an array with a wrong number of dimensions.
+    jax.errors.JaxRuntimeError or ValueError
+        For all else, when the call runs: JAX chooses. On a GPU wrong block ids and lengths make the result of their
+        sequence NaN, and the next call raises them.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import tiledattn.jax
+    >>> pool = jnp.ones((3, 16, 2, 8))
+    >>> table, lens = jnp.array([[2, 0]]), jnp.array([20])
+    >>> tiledattn.jax.paged_attention(jnp.ones((1, 4, 8)), pool, pool, table, lens).shape
+    (1, 4, 8)
+    """
+    rank = q.ndim if cu_seqlens_q is None and q.ndim in (3, 4) else 3
+    operands = {
+        "q": (q, rank),
+        "k_pool": (k_pool, 4),
+        "v_pool": (v_pool, 4),
+        "block_table": (block_table, 2),
+        "seq_lens": (seq_lens, 1),
+        "sinks": (sinks, 1),
+        "cu_seqlens_q": (cu_seqlens_q, 1),
+    }
+    options = {
+        **_score_options(causal, softmax_scale, window, softcap),
+        "max_seqlen_q": _integer(max_seqlen_q),
+    }
+    out, lse = _call("paged_attention", operands, v_pool, options)
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, lse_base: float = math.e
+) -> tuple[Array, Array]:
+    """Combine two results of the same queries over disjoint keys; see `tiledattn.merge_attention`.
+
+    Parameters
+    ----------
+    out_a, out_b
+        ``[..., Dv]`` of one shape and type, made without sinks.
+    lse_a, lse_b
+        ``[...]`` float32; -inf where a side saw no key.
+    lse_base
+        Base of the logarithm in all lse, also in the result.
+
+    Returns
+    -------
+    out, lse
+        The result over all keys.
+
+    Raises
+    ------
+    ValueError
+        For an array with a wrong number of dimensions.
+    jax.errors.JaxRuntimeError or ValueError
+        For all else, when the call runs: JAX chooses.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import tiledattn.jax
+    >>> ones, zeros = jnp.ones((2, 8)), jnp.zeros(2)
+    >>> out, lse = tiledattn.jax.merge_attention(ones, zeros, 3 * ones, zeros)
+    >>> float(out[0, 0]), round(float(lse[0]), 4)
+    (2.0, 0.6931)
+    """
+    rank = out_a.ndim
+    operands = {
+        "out_a": (out_a, rank),
+        "lse_a": (lse_a, rank - 1),
+        "out_b": (out_b, rank),
+        "lse_b": (lse_b, rank - 1),
+    }
+    return _call("merge_attention", operands, out_a, {"lse_base": np.float64(lse_base)})
+
+
+def _call(
+    operation: str, operands: dict[str, tuple[Array | None, int]], v: Array, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """Run a handler; the first operand is the one whose shape and type the results have."""
+    given: dict[str, tuple[Array, int]] = {}
+    for name, (array, rank) in operands.items():
+        if array is None:
+            continue
+        if array.ndim != rank:
+            raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
+        given[name] = (array, rank)
+    q, rank = next(iter(given.values()))
+    results = (
+        jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
+    )
+    _register()
+    call = jax.ffi.ffi_call(f"tiledattn_{operation}", results, vmap_method="expand_dims")
+    out, lse = call(
+        *(array for array, _ in given.values()),
+        operands=" ".join(f"{name}:{rank}" for name, (_, rank) in given.items()),
+        results=f"out:{rank} lse:{rank - 1}",
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    return out, lse
+
+
+@functools.cache
+def _register() -> None:
+    """Hand the handlers to XLA, once: at first use, since XLA looks at them when its backends start."""
+    for operation, by_platform in _core.jax_handlers().items():
+        for platform, handler in by_platform.items():
+            jax.ffi.register_ffi_target(f"tiledattn_{operation}", handler, platform=platform)
+
+
+def _score_options(
+    causal: bool, softmax_scale: float | None, window: Window, softcap: float
+) -> dict[str, Any]:
+    left, right = window
+    return {
+        "causal": np.bool_(causal),
+        "softmax_scale": None if softmax_scale is None else np.float64(softmax_scale),
+        "window_left": _integer(left),
+        "window_right": _integer(right),
+        "softcap": np.float64(softcap),
+    }
+
+
+def _integer(value: int | None) -> np.int64 | None:
+    return None if value is None else np.int64(value)

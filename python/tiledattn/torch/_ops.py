@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators ``torch.ops.tiledattn.*``: schemas, kernels and what tracing needs to know of their results.
+
+An operator works on torch's current stream and checks its arguments as the function of the same name in `tiledattn`
+does: by the compiled part, when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _api
+
+_SCORE = "bool causal, float? softmax_scale, SymInt? window_left, SymInt? window_right, float softcap, Tensor? sinks"
+_FLASH = (
+    f"Tensor q, Tensor k, Tensor v, {_SCORE}, str layout, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+_PAGED = (
+    f"Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, {_SCORE}, "
+    "Tensor? cu_seqlens_q, SymInt? max_seqlen_q"
+)
+_INTO = "Tensor(a!) out, Tensor(b!)? lse"
+
+_library = torch.library.Library("tiledattn", "DEF")
+for _schema in (
+    f"flash_attention({_FLASH}) -> Tensor",
+    f"flash_attention_lse({_FLASH}) -> (Tensor, Tensor)",
+    f"flash_attention_into({_INTO}, {_FLASH}) -> ()",
+    f"paged_attention({_PAGED}) -> Tensor",
+    f"paged_attention_lse({_PAGED}) -> (Tensor, Tensor)",
+    f"paged_attention_into({_INTO}, {_PAGED}) -> ()",
+    "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, float lse_base) -> (Tensor, Tensor)",
+    "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    sinks: Tensor | None,
+    layout: str,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    return _api.flash_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        sinks=sinks,
+        layout=layout,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        out=out,
+        lse=lse,
+        return_lse=return_lse,
+    )
+
+
+def _paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    return _api.paged_attention(
+        q,
+        k_pool,
+        v_pool,
+        block_table,
+        seq_lens,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        out=out,
+        lse=lse,
+        return_lse=return_lse,
+    )
+
+
+def _with_lse(kernel: Any) -> Any:
+    """Make the kernel of the operator that returns lse too."""
+
+    def with_lse(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel(*args, return_lse=True)
+        return out, lse
+
+    return with_lse
+
+
+def _into(kernel: Any) -> Any:
+    """Make the kernel of the operator that fills given tensors."""
+
+    def into(out: Tensor, lse: Tensor | None, *args: Any) -> None:
+        kernel(*args, out=out, lse=lse)
+
+    return into
+
+
+def _merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, lse_base: float
+) -> tuple[Tensor, Tensor]:
+    return _api.merge_attention(out_a, lse_a, out_b, lse_b, lse_base=lse_base)
+
+
+def _write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+    _api.write_kv(k, v, k_pool, v_pool, slot_mapping)
+
+
+for _name, _kernel in (
+    ("flash_attention", _flash_attention),
+    ("flash_attention_lse", _with_lse(_flash_attention)),
+    ("flash_attention_into", _into(_flash_attention)),
+    ("paged_attention", _paged_attention),
+    ("paged_attention_lse", _with_lse(_paged_attention)),
+    ("paged_attention_into", _into(_paged_attention)),
+    ("merge_attention", _merge_attention),
+    ("write_kv", _write_kv),
+):
+    _library.impl(_name, _kernel, "CPU")
+    _library.impl(_name, _kernel, "CUDA")
+
+
+def _refuse_gradients(*arguments: Any) -> None:
+    """While tracing, what the compiled part does in a call: results carry no gradient."""
+    if not torch.is_grad_enabled():
+        return
+    for argument in arguments:
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            raise ValueError(
+                "an input requires grad, and the library computes the forward pass only; call it under "
+                "torch.no_grad() or pass detached tensors"
+            )
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    _refuse_gradients(q, k, v, *rest)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _fake_attention_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_attention(q, k, v, *rest), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _fake_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, lse_base: float
+) -> tuple[Tensor, Tensor]:
+    _refuse_gradients(out_a, lse_a, out_b, lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:-1])
+
+
+def _fake_write(*arguments: Any) -> None:
+    _refuse_gradients(*arguments)
+
+
+for _name, _fake in (
+    ("flash_attention", _fake_attention),
+    ("flash_attention_lse", _fake_attention_lse),
+    ("flash_attention_into", _fake_write),
+    ("paged_attention", _fake_attention),
+    ("paged_attention_lse", _fake_attention_lse),
+    ("paged_attention_into", _fake_write),
+    ("merge_attention", _fake_merge),
+    ("write_kv", _fake_write),
+):
+    torch.library.register_fake(f"tiledattn::{_name}", _fake, lib=_library)
+
+flash_attention = torch.ops.tiledattn.flash_attention.default
+flash_attention_lse = torch.ops.tiledattn.flash_attention_lse.default
+flash_attention_into = torch.ops.tiledattn.flash_attention_into.default
+paged_attention = torch.ops.tiledattn.paged_attention.default
+paged_attention_lse = torch.ops.tiledattn.paged_attention_lse.default
+paged_attention_into = torch.ops.tiledattn.paged_attention_into.default
+merge_attention = torch.ops.tiledattn.merge_attention.default
+write_kv = torch.ops.tiledattn.write_kv.default

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tiledattn.jax: eager, jit, vmap and shard_map, against float64."""
+
+from __future__ import annotations
+
+import doctest
+
+import cases
+import compare
+import numpy as np
+import processes
+import pytest
+import reference
+
+jax = pytest.importorskip("jax")
+tj = pytest.importorskip("tiledattn.jax")
+jnp = jax.numpy
+
+SCORE = cases.Score(True, (11, None), 5.0, True, 0.2)
+FLASH = cases.Flash("", q_len=9, kv_len=21, head_dim=16, head_dim_v=24, score=SCORE)
+PAGED = cases.Paged("", seq_lens=(9, 40, 0), q_lens=3, head_dim=16, score=SCORE)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def device(request):
+    """Everything in a test is on this device."""
+    try:
+        device = jax.devices(request.param)[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no such device: {error}")
+    with jax.default_device(device):
+        yield device
+
+
+def _run(call, *args):
+    """``call`` on NumPy arrays, as JAX arrays."""
+    return call(*(jnp.asarray(x) for x in args))
+
+
+def _flash(dtype="float32", **options):
+    qkv, score = FLASH.make(dtype)
+
+    def call(q, k, v):
+        return tj.flash_attention(q, k, v, **score, **options, return_lse=True)
+
+    return call, qkv, reference.flash(*qkv, **score)
+
+
+def _paged(dtype="float32", case=PAGED):
+    data = case.make(dtype)
+    cu = data.cu_seqlens_q
+
+    def call(*args):
+        options = {**data.score, **({} if cu is None else {"cu_seqlens_q": jnp.asarray(cu)})}
+        return tj.paged_attention(*args, **options, return_lse=True)
+
+    return call, data.args, reference.paged(*data.args, **data.kwargs)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("make", [_flash, _paged], ids=["flash", "paged"])
+def test_matches_reference(make, jit, dtype):
+    call, args, want = make(dtype)
+    got = _run(jax.jit(call) if jit else call, *args)
+    assert all(isinstance(x, jax.Array) for x in got)
+    compare.result_close(tuple(np.asarray(x) for x in got), want, dtype)
+
+
+def test_results_stay_on_the_device(device):
+    call, args, _ = _flash()
+    assert all(x.devices() == {device} for x in _run(call, *args))
+
+
+def test_packed_and_ragged():
+    (q, k, v), _ = FLASH.make("float32")
+    cu_q, cu_k = np.array([0, 4, 4, 9], np.int32), np.array([0, 10, 13, 21], np.int32)
+    want = reference.flash_packed(q[0], k[0], v[0], cu_q, cu_k, causal=True)
+
+    def call(q, k, v, cu_q, cu_k):
+        return tj.flash_attention(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
+
+    got = _run(jax.jit(call), q[0], k[0], v[0], cu_q, cu_k)
+    compare.result_close(tuple(map(np.asarray, got)), want, "float32")
+    call, args, want = _paged(case=cases.Paged("", seq_lens=(40, 33, 1), q_lens=(7, 33, 1)))
+    compare.result_close(tuple(map(np.asarray, _run(call, *args))), want, "float32")
+
+
+def test_heads_first():
+    (q, k, v), score = FLASH.make("float32")
+    want = reference.flash(q, k, v, **score)
+    swapped = [x.swapaxes(1, 2) for x in (q, k, v)]
+    out, lse = _run(
+        lambda *args: tj.flash_attention(*args, **score, layout="bhsd", return_lse=True), *swapped
+    )
+    got = (np.asarray(out).swapaxes(1, 2), np.asarray(lse).swapaxes(1, 2))
+    compare.result_close(got, want, "float32")
+
+
+def test_merge_attention():
+    rng = np.random.default_rng(0)
+    outs = [rng.standard_normal((3, 4, 16)).astype(np.float32) for _ in range(2)]
+    lses = [rng.standard_normal((3, 4)).astype(np.float32) for _ in range(2)]
+    out, lse = _run(
+        jax.jit(lambda *args: tj.merge_attention(*args, lse_base=2.0)), outs[0], lses[0], outs[1], lses[1]
+    )
+    want_out, want_lse = reference.merge_attention(outs[0], lses[0], outs[1], lses[1], 2.0)
+    compare.out_close(np.asarray(out), want_out, "float32")
+    compare.lse_close(np.asarray(lse), want_lse)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, None)], ids=str)
+def test_vmap(axes):
+    """Mapped and shared arguments."""
+    call, args, _ = _flash()
+    many = [
+        x if axis is None else np.stack([x * (1 + 0.1 * i) for i in range(3)], axis=axis).astype(x.dtype)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    got = _run(jax.jit(jax.vmap(call, in_axes=axes)), *many)
+    for i in range(3):
+        one = [x if axis is None else x.take(i, axis) for x, axis in zip(many, axes, strict=True)]
+        want = reference.flash(*one, **FLASH.make("float32")[1])
+        compare.result_close(tuple(np.asarray(x[i]) for x in got), want, "float32")
+
+
+def test_vmap_of_vmap():
+    call, (q, k, v), _ = _flash()
+    scale = np.linspace(0.5, 1.5, 6, dtype=np.float32).reshape(2, 3, 1, 1, 1, 1)
+    k2 = np.stack([k, 2 * k])
+    both = jax.vmap(jax.vmap(call, in_axes=(0, None, None)), in_axes=(0, 0, None))
+    got = _run(both, q * scale, k2, v)
+    for i in range(2):
+        for j in range(3):
+            want = reference.flash(q * scale[i, j], k2[i], v, **FLASH.make("float32")[1])
+            compare.result_close(tuple(np.asarray(x[i, j]) for x in got), want, "float32")
+
+
+def test_zero_sizes():
+    q, k = jnp.ones((2, 0, 4, 16)), jnp.ones((2, 5, 2, 16))
+    assert tj.flash_attention(q, k, k).shape == (2, 0, 4, 16)
+    out, lse = tj.flash_attention(jnp.ones((2, 3, 4, 16)), k[:, :0], k[:, :0], return_lse=True)
+    assert not np.asarray(out).any()
+    assert np.isneginf(np.asarray(lse)).all()
+    none = jax.vmap(tj.flash_attention)(
+        jnp.ones((0, 2, 3, 4, 16)), jnp.ones((0, 2, 5, 2, 16)), jnp.ones((0, 2, 5, 2, 16))
+    )
+    assert none.shape == (0, 2, 3, 4, 16)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_errors_keep_their_text(jit):
+    q, k = jnp.ones((1, 3, 4, 16)), jnp.ones((1, 5, 2, 16))
+
+    def call(*args, **options):
+        function = jax.jit(lambda *args: tj.flash_attention(*args, **options))
+        return (function(*args) if jit else tj.flash_attention(*args, **options)).block_until_ready()
+
+    runtime_error = (jax.errors.JaxRuntimeError, ValueError)
+    with pytest.raises(runtime_error, match=r"v: got shape \[1, 4, 2, 16\]"):
+        call(q, k, k[:, 1:])
+    with pytest.raises(runtime_error, match="k: "):
+        call(q, k.astype(jnp.bfloat16), k)
+    with pytest.raises(runtime_error, match="q: "):
+        call(q.astype(jnp.int8), k, k)
+    with pytest.raises(runtime_error, match="window"):
+        call(q, k, k, window=(-1, None))
+    with pytest.raises(ValueError, match=r"^q: got shape"):
+        call(q[0], k, k)
+    with pytest.raises(ValueError, match=r"^layout: "):
+        call(q, k, k, layout="sbhd")
+    assert call(q, k, k).shape == q.shape
+
+
+def test_a_block_id_outside_the_pool(device):
+    if device.platform != "cpu":
+        pytest.skip("on a GPU the next call raises it")
+    call, args, _ = _paged()
+    table = args[3].copy()
+    table[0, 0] = 99
+    # XLA's OUT_OF_RANGE, which JAX raises as one or the other, depending on where it waits.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"block_table.*99"):
+        _run(call, *args[:3], table, args[4])[0].block_until_ready()
+
+
+def test_gradients_are_refused():
+    q = jnp.ones((1, 3, 4, 16))
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=r"differentiat|JVP"):
+        jax.grad(lambda q: tj.flash_attention(q, q, q).sum())(q)
+
+
+def test_examples_of_the_docstrings():
+    results = doctest.testmod(tj)
+    assert results.attempted
+    assert not results.failed
+
+
+def test_importing_registers_nothing():
+    """XLA looks at handlers when its backends start, so an import alone must not matter to it."""
+    code = """
+import jax, tiledattn.jax
+before = tiledattn.jax._register.cache_info().currsize
+tiledattn.jax.flash_attention(*[jax.numpy.ones((1, 1, 1, 8))] * 3)
+print(before, tiledattn.jax._register.cache_info().currsize)
+"""
+    assert processes.run(code, options=["-W", "ignore"], JAX_PLATFORMS="cpu").strip() == "0 1"
+
+
+def test_shard_map_over_devices():
+    """Two devices, each with half of the heads."""
+    code = """
+import jax, numpy as np, tiledattn.jax
+from jax.sharding import Mesh, PartitionSpec as P
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:
+    from jax.experimental.shard_map import shard_map
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 4, 16), dtype=np.float32)
+heads = P(None, None, "x")
+mesh = Mesh(np.array(jax.devices()), ("x",))
+call = jax.jit(shard_map(tiledattn.jax.flash_attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads))
+got = call(q, k, v)
+want = tiledattn.jax.flash_attention(*map(jax.numpy.asarray, (q, k, v)))
+print(len(got.sharding.device_set), np.array_equal(got, want))
+"""
+    said = processes.run(
+        code,
+        options=["-W", "ignore"],
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+    assert said.split() == ["2", "True"]
