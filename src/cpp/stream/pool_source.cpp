@@ -25,7 +25,8 @@ constexpr std::int64_t kPinnedPiece = std::int64_t{1} << 30;
 
 void check_pool(const char* argument, const Tensor& pool) {
   check_rank(argument, pool, 4, "[num_blocks, block_size, num_kv_heads, head_dim]");
-  check_attention_input(argument, pool);
+  check_attention_dtype(argument, pool);
+  check_layout(argument, pool);
   if (pool.size() == 0)
     refuse(argument, "shape " + shape_to_string(pool), "one block of one element or more");
   for (int i = 0; i < 3; ++i) {
