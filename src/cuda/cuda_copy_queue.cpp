@@ -96,15 +96,10 @@ class CudaCopyQueue final : public CopyQueue {
     const bool batched = pieces.size() > 1 && copy_batch(pieces);
     for (const CopyPiece& piece : pieces) {
       if (batched && piece.pinned) continue;
-      upload(piece, stream_);
+      check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
+                            cudaMemcpyDefault, native(stream_)),
+            "cudaMemcpyAsync");
     }
-  }
-
-  void upload(const CopyPiece& piece, const Stream& stream) const override {
-    const DeviceGuard guard(device_);
-    check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
-                          cudaMemcpyDefault, native(stream)),
-          "cudaMemcpyAsync");
   }
 
   void poison(void* data, std::int64_t bytes) const override {

@@ -24,9 +24,6 @@ class HostCopyQueue final : public CopyQueue {
     for (const CopyPiece& piece : pieces)
       std::memcpy(piece.to, piece.from, static_cast<std::size_t>(piece.bytes));
   }
-  void upload(const CopyPiece& piece, const Stream&) const override {
-    if (piece.to != piece.from) copy({piece});
-  }
   void poison(void* data, std::int64_t bytes) const override {
     std::memset(data, 0xff, static_cast<std::size_t>(bytes));
   }

@@ -194,8 +194,7 @@ void TileFetcher::arrive(TileSlot& slot, const Stream& stream,
     wait_for_reads(*slot.reads);
     advance(slot);
   }
-  upload_table(slot, stream);
-  if (slot.transferred) queue_->order(stream, *slot.copied);
+  queue_->order(stream, *slot.copied);
 }
 
 void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometry,
@@ -245,31 +244,27 @@ std::vector<CopyPiece> TileFetcher::staged_copies(const TileSlot& slot) const {
 }
 
 void TileFetcher::transfer(TileSlot& slot) {
+  std::vector<bool> wanted;
   TierStats& tier = stats_.tiers[static_cast<int>(slot.launch->source->residency())];
   for (std::size_t i = 0; i < slot.failures.size(); ++i) {
+    wanted.push_back(!slot.failures[i]);
     if (slot.failures[i]) continue;
     ++tier.tiles;
     tier.bytes += piece_bytes(slot, i);
   }
-  const std::vector<CopyPiece> list = copies(slot);
-  if (list.empty()) return;
+  slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
+
+  std::vector<CopyPiece> list = copies(slot);
   slot.copied_bytes = 0;
   for (const CopyPiece& piece : list) slot.copied_bytes += piece.bytes;
   queue_->order(queue_->stream(), *slot.consumed);
-  if (options_.poison_scratch) queue_->poison(slot.scratch, slot_bytes_);
+  if (options_.poison_scratch && !list.empty()) queue_->poison(slot.scratch, slot_bytes_);
   queue_->record(*slot.started, queue_->stream());
+  if (!device_.is_cpu())
+    list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes(), true});
   queue_->copy(list);
   queue_->record(*slot.copied, queue_->stream());
   slot.transferred = true;
-}
-
-/// The tables go the way of the kernel: among the large copies a small one would cost its latency.
-void TileFetcher::upload_table(TileSlot& slot, const Stream& stream) {
-  std::vector<bool> wanted;
-  for (const std::optional<TileError>& failure : slot.failures) wanted.push_back(!failure);
-  queue_->wait(*slot.consumed);  // the last kernel of this slot, and with it the last upload
-  slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
-  queue_->upload({slot.table.device, slot.table.host.get(), slot.table.bytes(), true}, stream);
 }
 
 TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
@@ -297,20 +292,21 @@ void TileFetcher::consumed(TileSlot& slot, const Stream& stream) {
 bool TileFetcher::reusable(const TileSlot& slot) const {
   if (!slot.launch) return true;
   if (slot.reads && !slot.reads->done()) return false;
-  if (slot.transferred && !queue_->passed(*slot.copied)) return false;
-  return !slot.in_place || queue_->passed(*slot.consumed);
+  return queue_->passed(*slot.copied) && (!slot.in_place || queue_->passed(*slot.consumed));
 }
 
 void TileFetcher::release(TileSlot& slot) {
   if (!slot.launch) return;
   if (slot.transferred) {
     queue_->wait(*slot.copied);
-    ++stats_.link.tiles;
-    stats_.link.bytes += slot.copied_bytes;
-    stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
+    // What is read where it lies is in use until the kernel has ended.
+    if (slot.in_place) queue_->wait(*slot.consumed);
+    if (slot.copied_bytes > 0) {
+      ++stats_.link.tiles;
+      stats_.link.bytes += slot.copied_bytes;
+      stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
+    }
   }
-  // What is read where it lies is in use until the kernel has ended.
-  if (slot.in_place) queue_->wait(*slot.consumed);
   slot.leases.clear();
   slot.launch = nullptr;
   slot.request = nullptr;

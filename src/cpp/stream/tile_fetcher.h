@@ -84,7 +84,6 @@ class TileFetcher {
  private:
   void begin_reads(TileSlot& slot);
   void transfer(TileSlot& slot);
-  void upload_table(TileSlot& slot, const Stream& stream);
   void collect_reads(TileSlot& slot);
   void fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
             std::exception_ptr cause);
