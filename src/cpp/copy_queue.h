@@ -32,6 +32,8 @@ class CopyQueue {
   virtual ~CopyQueue() = default;
 
   virtual const Stream& stream() const = 0;
+  /// Does it copy at once? Then nothing need be copied that can be put in its place right away.
+  virtual bool immediate() const = 0;
   virtual std::unique_ptr<StreamEvent> make_event() const = 0;
   virtual void record(StreamEvent& event, const Stream& stream) const = 0;
   /// Work put on `waiting` from now on starts after the event.

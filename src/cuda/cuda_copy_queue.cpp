@@ -55,6 +55,7 @@ class CudaCopyQueue final : public CopyQueue {
   }
 
   const Stream& stream() const override { return stream_; }
+  bool immediate() const override { return false; }
 
   std::unique_ptr<StreamEvent> make_event() const override {
     const DeviceGuard guard(device_);

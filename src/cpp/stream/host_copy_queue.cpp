@@ -11,6 +11,7 @@ namespace {
 class HostCopyQueue final : public CopyQueue {
  public:
   const Stream& stream() const override { return stream_; }
+  bool immediate() const override { return true; }
   std::unique_ptr<StreamEvent> make_event() const override {
     return std::make_unique<StreamEvent>();
   }

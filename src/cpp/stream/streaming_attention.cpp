@@ -68,7 +68,7 @@ struct StreamingAttention::Impl {
         backend(backend_for(where)),
         window(options.window),
         stream_options(stream_options),
-        fetcher(checked, where, stream_options),
+        fetcher(checked, where, stream_options, backend.make_copy_queue(where.index)),
         work(checked, where, options) {}
 
   ~Impl() {

@@ -46,23 +46,22 @@ const std::int64_t* blocks_of(const TileSlot& slot, std::size_t piece) {
 }  // namespace
 
 TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
-                         const StreamOptions& options)
+                         const StreamOptions& options, std::unique_ptr<CopyQueue> queue)
     : dims_(dims),
       device_(device),
       options_(checked(options)),
-      backend_(backend_for(device)),
       slot_bytes_(options.scratch_bytes / options.num_slots / kAlignment * kAlignment),
       scratch_(device, slot_bytes_ * options.num_slots),
-      queue_(backend_.make_copy_queue(device.index)),
+      queue_(std::move(queue)),
       readers_(options.num_readers) {
   const std::int64_t table_bytes = aligned(TileTable::bytes(dims.max_seqs, dims.tile_capacity));
-  if (!device.is_cpu()) tables_ = Buffer(device, table_bytes * options.num_slots);
+  if (!queue_->immediate()) tables_ = Buffer(device, table_bytes * options.num_slots);
   for (std::int64_t i = 0; i < options.num_slots; ++i) {
     TileSlot& slot = slots_.emplace_back();
     slot.scratch = static_cast<char*>(scratch_.data()) + i * slot_bytes_;
     slot.table.host = queue_->allocate_host(table_bytes);
-    slot.table.device = device.is_cpu() ? slot.table.host.get()
-                                        : static_cast<char*>(tables_.data()) + i * table_bytes;
+    slot.table.device = queue_->immediate() ? slot.table.host.get()
+                                            : static_cast<char*>(tables_.data()) + i * table_bytes;
     slot.started = queue_->make_event();
     slot.copied = queue_->make_event();
     slot.consumed = queue_->make_event();
@@ -144,7 +143,7 @@ void TileFetcher::begin(TileSlot& slot, const TileLaunch& launch, const StreamRe
 void TileFetcher::begin_reads(TileSlot& slot) {
   char* into = slot.scratch;
   std::shared_ptr<void> owner = scratch_.owner();
-  if (!device_.is_cpu()) {
+  if (!queue_->immediate()) {
     if (!slot.staging) slot.staging = queue_->allocate_host(slot_bytes_);
     into = static_cast<char*>(slot.staging.get());
     owner = slot.staging;
@@ -208,7 +207,7 @@ std::vector<CopyPiece> TileFetcher::copies(const TileSlot& slot) const {
   const TileSource& source = *slot.launch->source;
   const std::optional<TilePools> pools = source.pools();
   if (slot.in_place) return {};
-  if (!pools) return device_.is_cpu() ? std::vector<CopyPiece>() : staged_copies(slot);
+  if (!pools) return queue_->immediate() ? std::vector<CopyPiece>() : staged_copies(slot);
   const TileGeometry geometry = source.describe();
   char* planes[2];
   plane_places(slot, geometry, planes);
@@ -260,7 +259,7 @@ void TileFetcher::transfer(TileSlot& slot) {
   queue_->order(queue_->stream(), *slot.consumed);
   if (options_.poison_scratch && !list.empty()) queue_->poison(slot.scratch, slot_bytes_);
   queue_->record(*slot.started, queue_->stream());
-  if (!device_.is_cpu())
+  if (!queue_->immediate())
     list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes(), true});
   queue_->copy(list);
   queue_->record(*slot.copied, queue_->stream());
