@@ -32,6 +32,8 @@ class CopyQueue {
   virtual ~CopyQueue() = default;
 
   virtual const Stream& stream() const = 0;
+  /// Does it copy at once? Then nothing need be copied that can be put in its place right away.
+  virtual bool immediate() const = 0;
   virtual std::unique_ptr<StreamEvent> make_event() const = 0;
   virtual void record(StreamEvent& event, const Stream& stream) const = 0;
   /// Work put on `waiting` from now on starts after the event.
@@ -42,8 +44,6 @@ class CopyQueue {
   virtual double seconds(const StreamEvent& from, const StreamEvent& to) const = 0;
 
   virtual void copy(const std::vector<CopyPiece>& pieces) const = 0;
-  /// One small piece, in the order of another stream.
-  virtual void upload(const CopyPiece& piece, const Stream& stream) const = 0;
   /// Set every bit: NaN in each of the types that attention takes.
   virtual void poison(void* data, std::int64_t bytes) const = 0;
   /// Host memory that copies can read without the CPU's help.

@@ -55,6 +55,7 @@ class CudaCopyQueue final : public CopyQueue {
   }
 
   const Stream& stream() const override { return stream_; }
+  bool immediate() const override { return false; }
 
   std::unique_ptr<StreamEvent> make_event() const override {
     const DeviceGuard guard(device_);
@@ -96,15 +97,10 @@ class CudaCopyQueue final : public CopyQueue {
     const bool batched = pieces.size() > 1 && copy_batch(pieces);
     for (const CopyPiece& piece : pieces) {
       if (batched && piece.pinned) continue;
-      upload(piece, stream_);
+      check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
+                            cudaMemcpyDefault, native(stream_)),
+            "cudaMemcpyAsync");
     }
-  }
-
-  void upload(const CopyPiece& piece, const Stream& stream) const override {
-    const DeviceGuard guard(device_);
-    check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
-                          cudaMemcpyDefault, native(stream)),
-          "cudaMemcpyAsync");
   }
 
   void poison(void* data, std::int64_t bytes) const override {

@@ -52,6 +52,30 @@ DEVICE_TEST(streamed_tiles_give_the_bits_of_tiles_by_hand) {
   }
 }
 
+DEVICE_TEST(copies_wait_for_slow_kernels) {
+  // Copies and reads could be far ahead of such kernels, and the poison with them.
+  const Case c = {.name = "slow kernels",
+                  .dtype = DType::bfloat16,
+                  .num_q_heads = 32,
+                  .num_kv_heads = 2,
+                  .head_dim = 128,
+                  .head_dim_v = 128,
+                  .block_size = 16,
+                  .q_len = 48,
+                  .tile = 4,
+                  .lengths = {1000, 700},
+                  .rules = causal(),
+                  .positions = true};
+  for (const char* kind : {"read", "host"}) {
+    context = std::string("slow kernels from ") + kind + " on " + to_string(device);
+    StreamSetup s(c, device, kind);
+    StreamingAttention streaming = s.attention(s.options());
+    const Array out = s.tiled.out(c.dtype), lse = s.tiled.lse();
+    streaming.attend(s.args(out, lse));
+    CHECK(same_bits(downloaded(out, lse), by_hand(s)));
+  }
+}
+
 DEVICE_TEST(a_second_call_starts_anew) {
   StreamSetup s(long_case(), device, "read");
   StreamingAttention streaming = s.attention(s.options());

@@ -11,6 +11,7 @@ namespace {
 class HostCopyQueue final : public CopyQueue {
  public:
   const Stream& stream() const override { return stream_; }
+  bool immediate() const override { return true; }
   std::unique_ptr<StreamEvent> make_event() const override {
     return std::make_unique<StreamEvent>();
   }
@@ -23,9 +24,6 @@ class HostCopyQueue final : public CopyQueue {
   void copy(const std::vector<CopyPiece>& pieces) const override {
     for (const CopyPiece& piece : pieces)
       std::memcpy(piece.to, piece.from, static_cast<std::size_t>(piece.bytes));
-  }
-  void upload(const CopyPiece& piece, const Stream&) const override {
-    if (piece.to != piece.from) copy({piece});
   }
   void poison(void* data, std::int64_t bytes) const override {
     std::memset(data, 0xff, static_cast<std::size_t>(bytes));

@@ -68,7 +68,7 @@ struct StreamingAttention::Impl {
         backend(backend_for(where)),
         window(options.window),
         stream_options(stream_options),
-        fetcher(checked, where, stream_options),
+        fetcher(checked, where, stream_options, backend.make_copy_queue(where.index)),
         work(checked, where, options) {}
 
   ~Impl() {
@@ -255,12 +255,12 @@ struct StreamingAttention::Impl {
       fill(begun == taken, false);
       fold(args, with_positions, stream, result, failed);
     }
+    finish(first, end);
+    jobs.pop_front();
     result.complete = failed.empty();
     if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
     if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
     if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
-    finish(first, end);
-    jobs.pop_front();
     return result;
   }
 

@@ -46,23 +46,22 @@ const std::int64_t* blocks_of(const TileSlot& slot, std::size_t piece) {
 }  // namespace
 
 TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
-                         const StreamOptions& options)
+                         const StreamOptions& options, std::unique_ptr<CopyQueue> queue)
     : dims_(dims),
       device_(device),
       options_(checked(options)),
-      backend_(backend_for(device)),
       slot_bytes_(options.scratch_bytes / options.num_slots / kAlignment * kAlignment),
       scratch_(device, slot_bytes_ * options.num_slots),
-      queue_(backend_.make_copy_queue(device.index)),
+      queue_(std::move(queue)),
       readers_(options.num_readers) {
   const std::int64_t table_bytes = aligned(TileTable::bytes(dims.max_seqs, dims.tile_capacity));
-  if (!device.is_cpu()) tables_ = Buffer(device, table_bytes * options.num_slots);
+  if (!queue_->immediate()) tables_ = Buffer(device, table_bytes * options.num_slots);
   for (std::int64_t i = 0; i < options.num_slots; ++i) {
     TileSlot& slot = slots_.emplace_back();
     slot.scratch = static_cast<char*>(scratch_.data()) + i * slot_bytes_;
     slot.table.host = queue_->allocate_host(table_bytes);
-    slot.table.device = device.is_cpu() ? slot.table.host.get()
-                                        : static_cast<char*>(tables_.data()) + i * table_bytes;
+    slot.table.device = queue_->immediate() ? slot.table.host.get()
+                                            : static_cast<char*>(tables_.data()) + i * table_bytes;
     slot.started = queue_->make_event();
     slot.copied = queue_->make_event();
     slot.consumed = queue_->make_event();
@@ -144,7 +143,7 @@ void TileFetcher::begin(TileSlot& slot, const TileLaunch& launch, const StreamRe
 void TileFetcher::begin_reads(TileSlot& slot) {
   char* into = slot.scratch;
   std::shared_ptr<void> owner = scratch_.owner();
-  if (!device_.is_cpu()) {
+  if (!queue_->immediate()) {
     if (!slot.staging) slot.staging = queue_->allocate_host(slot_bytes_);
     into = static_cast<char*>(slot.staging.get());
     owner = slot.staging;
@@ -194,8 +193,7 @@ void TileFetcher::arrive(TileSlot& slot, const Stream& stream,
     wait_for_reads(*slot.reads);
     advance(slot);
   }
-  upload_table(slot, stream);
-  if (slot.transferred) queue_->order(stream, *slot.copied);
+  queue_->order(stream, *slot.copied);
 }
 
 void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometry,
@@ -209,7 +207,7 @@ std::vector<CopyPiece> TileFetcher::copies(const TileSlot& slot) const {
   const TileSource& source = *slot.launch->source;
   const std::optional<TilePools> pools = source.pools();
   if (slot.in_place) return {};
-  if (!pools) return device_.is_cpu() ? std::vector<CopyPiece>() : staged_copies(slot);
+  if (!pools) return queue_->immediate() ? std::vector<CopyPiece>() : staged_copies(slot);
   const TileGeometry geometry = source.describe();
   char* planes[2];
   plane_places(slot, geometry, planes);
@@ -245,31 +243,27 @@ std::vector<CopyPiece> TileFetcher::staged_copies(const TileSlot& slot) const {
 }
 
 void TileFetcher::transfer(TileSlot& slot) {
+  std::vector<bool> wanted;
   TierStats& tier = stats_.tiers[static_cast<int>(slot.launch->source->residency())];
   for (std::size_t i = 0; i < slot.failures.size(); ++i) {
+    wanted.push_back(!slot.failures[i]);
     if (slot.failures[i]) continue;
     ++tier.tiles;
     tier.bytes += piece_bytes(slot, i);
   }
-  const std::vector<CopyPiece> list = copies(slot);
-  if (list.empty()) return;
+  slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
+
+  std::vector<CopyPiece> list = copies(slot);
   slot.copied_bytes = 0;
   for (const CopyPiece& piece : list) slot.copied_bytes += piece.bytes;
   queue_->order(queue_->stream(), *slot.consumed);
-  if (options_.poison_scratch) queue_->poison(slot.scratch, slot_bytes_);
+  if (options_.poison_scratch && !list.empty()) queue_->poison(slot.scratch, slot_bytes_);
   queue_->record(*slot.started, queue_->stream());
+  if (!queue_->immediate())
+    list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes(), true});
   queue_->copy(list);
   queue_->record(*slot.copied, queue_->stream());
   slot.transferred = true;
-}
-
-/// The tables go the way of the kernel: among the large copies a small one would cost its latency.
-void TileFetcher::upload_table(TileSlot& slot, const Stream& stream) {
-  std::vector<bool> wanted;
-  for (const std::optional<TileError>& failure : slot.failures) wanted.push_back(!failure);
-  queue_->wait(*slot.consumed);  // the last kernel of this slot, and with it the last upload
-  slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
-  queue_->upload({slot.table.device, slot.table.host.get(), slot.table.bytes(), true}, stream);
 }
 
 TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
@@ -297,20 +291,21 @@ void TileFetcher::consumed(TileSlot& slot, const Stream& stream) {
 bool TileFetcher::reusable(const TileSlot& slot) const {
   if (!slot.launch) return true;
   if (slot.reads && !slot.reads->done()) return false;
-  if (slot.transferred && !queue_->passed(*slot.copied)) return false;
-  return !slot.in_place || queue_->passed(*slot.consumed);
+  return queue_->passed(*slot.copied) && (!slot.in_place || queue_->passed(*slot.consumed));
 }
 
 void TileFetcher::release(TileSlot& slot) {
   if (!slot.launch) return;
   if (slot.transferred) {
     queue_->wait(*slot.copied);
-    ++stats_.link.tiles;
-    stats_.link.bytes += slot.copied_bytes;
-    stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
+    // What is read where it lies is in use until the kernel has ended.
+    if (slot.in_place) queue_->wait(*slot.consumed);
+    if (slot.copied_bytes > 0) {
+      ++stats_.link.tiles;
+      stats_.link.bytes += slot.copied_bytes;
+      stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
+    }
   }
-  // What is read where it lies is in use until the kernel has ended.
-  if (slot.in_place) queue_->wait(*slot.consumed);
   slot.leases.clear();
   slot.launch = nullptr;
   slot.request = nullptr;

@@ -16,7 +16,6 @@
 #include <optional>
 #include <vector>
 
-#include "backend.h"
 #include "copy_queue.h"
 #include "stream/read_threads.h"
 #include "stream/stream_plan.h"
@@ -44,7 +43,9 @@ struct TileSlot {
 
 class TileFetcher {
  public:
-  TileFetcher(const TiledAttentionDims& dims, Device device, const StreamOptions& options);
+  /// `queue` copies to `device`.
+  TileFetcher(const TiledAttentionDims& dims, Device device, const StreamOptions& options,
+              std::unique_ptr<CopyQueue> queue);
   /// Waits for reads and copies.
   ~TileFetcher();
 
@@ -84,7 +85,6 @@ class TileFetcher {
  private:
   void begin_reads(TileSlot& slot);
   void transfer(TileSlot& slot);
-  void upload_table(TileSlot& slot, const Stream& stream);
   void collect_reads(TileSlot& slot);
   void fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
             std::exception_ptr cause);
@@ -97,12 +97,11 @@ class TileFetcher {
   TiledAttentionDims dims_;
   Device device_;
   StreamOptions options_;
-  const Backend& backend_;
   std::int64_t slot_bytes_;
   Buffer scratch_, tables_;
   StreamStats stats_;
-  std::vector<TileSlot> slots_;
   std::unique_ptr<CopyQueue> queue_;
+  std::vector<TileSlot> slots_;
   ReadThreads readers_;
 };
 
