@@ -14,7 +14,7 @@ import pytest
 import reference
 
 torch = pytest.importorskip("torch")
-tt = pytest.importorskip("tiledattn.torch")
+tt = importlib.import_module("tiledattn.torch")
 
 FLASH = cases.Flash("", q_len=9, kv_len=21, head_dim=16, score=cases.Score(True, (11, None), 5.0, True, 0.2))
 PAGED = cases.Paged("", seq_lens=(9, 40, 0), q_lens=3, head_dim=16, score=FLASH.score)
@@ -300,6 +300,26 @@ def test_compiled_with_cuda_graphs(gpu):
     for _ in range(4):
         got = [x.clone() for x in call(*args)]
         _close(gpu, got, want)
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor_with_cuda_graphs():
+    """mode="reduce-overhead": generated kernels and ours in one graph of torch's own, replayed with new inputs."""
+    code = """
+import torch, tiledattn.torch as tt
+
+@torch.compile(fullgraph=True, mode="reduce-overhead")
+def step(q, k, v):
+    return 2 * tt.flash_attention(q + 1, k, v, causal=True).relu()
+
+for seed in range(5):
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, 1, 64, 4, 32, device="cuda").unbind()
+    want = 2 * tt.flash_attention(q + 1, k, v, causal=True).relu()
+    assert torch.allclose(step(q, k, v), want, rtol=1e-5, atol=1e-6), seed
+print("right")
+"""
+    assert processes.run(code, options=["-W", "ignore"]).split()[-1] == "right"
 
 
 @pytest.mark.gpu

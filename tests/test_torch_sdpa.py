@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import compare
 import pytest
 
 torch = pytest.importorskip("torch")
-tt = pytest.importorskip("tiledattn.torch")
+tt = importlib.import_module("tiledattn.torch")
 
 SHAPES = {
     "square": ((2, 4, 33, 16), (2, 4, 33, 16)),
@@ -95,8 +97,11 @@ def test_refused_shapes():
         tt.scaled_dot_product_attention(q, k, v)
     with pytest.raises(ValueError, match=r"^value: "):
         tt.scaled_dot_product_attention(q, k, v[0], enable_gqa=True)
-    with pytest.raises(ValueError, match=r"^key: "):
+    with pytest.raises(ValueError, match=r"^k: "):
         tt.scaled_dot_product_attention(q, k[:1], v, enable_gqa=True)
+    five = torch.ones(2, 3, 4, 9, 16)
+    with pytest.raises(ValueError, match=r"^key: "):
+        tt.scaled_dot_product_attention(five, five.transpose(0, 1), five)
     with pytest.raises(ValueError, match=r"^query: "):
         tt.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
     with pytest.raises(ValueError, match=r"^q: requires grad"):

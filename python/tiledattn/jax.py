@@ -218,7 +218,7 @@ def merge_attention(
 def _call(
     operation: str, operands: dict[str, tuple[Array | None, int]], v: Array, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Run a handler; the first operand is the one whose shape and type the results have."""
+    """Run a handler; the first operand is the one whose shape and type the results have, but for the last of v."""
     given: dict[str, tuple[Array, int]] = {}
     for name, (array, rank) in operands.items():
         if array is None:
@@ -226,20 +226,33 @@ def _call(
         if array.ndim != rank:
             raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
         given[name] = (array, rank)
-    q, rank = next(iter(given.values()))
-    results = (
-        jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
-        jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
-    )
     _register()
-    call = jax.ffi.ffi_call(f"tiledattn_{operation}", results, vmap_method="expand_dims")
-    out, lse = call(
+    out, lse = _run(
         *(array for array, _ in given.values()),
+        operation=operation,
         operands=" ".join(f"{name}:{rank}" for name, (_, rank) in given.items()),
-        results=f"out:{rank} lse:{rank - 1}",
-        **{name: value for name, value in options.items() if value is not None},
+        head_dim_v=v.shape[-1],
+        options=tuple((name, value) for name, value in options.items() if value is not None),
     )
     return out, lse
+
+
+# Compiled also where the caller does not: an eager call would trace the handler anew each time.
+@functools.partial(jax.jit, static_argnames=("operation", "operands", "head_dim_v", "options"), inline=True)
+def _run(
+    q: Array,
+    *others: Array,
+    operation: str,
+    operands: str,
+    head_dim_v: int,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
+    results = (
+        jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
+    )
+    call = jax.ffi.ffi_call(f"tiledattn_{operation}", results, vmap_method="expand_dims")
+    return call(q, *others, operands=operands, results=f"out:{q.ndim} lse:{q.ndim - 1}", **dict(options))
 
 
 @functools.cache

@@ -66,12 +66,8 @@ def scaled_dot_product_attention(
         )
     if dropout_p != 0:
         raise ValueError(f"dropout_p: got {dropout_p}; expected 0: tiledattn computes the forward pass only")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 3 or tensor.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name}: got shape {list(tensor.shape)} with {list(query.shape)} in query; expected "
-                "[..., heads, sequence, head_dim] with equal leading dimensions"
-            )
+    if not query.dim() == key.dim() == value.dim() == 4:
+        _check_leading_dimensions(query=query, key=key, value=value)
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if not enable_gqa and kv_heads not in (1, heads):
         raise ValueError(
@@ -81,12 +77,14 @@ def scaled_dot_product_attention(
     q, k, v = (_batched(x).transpose(1, 2) for x in (query, key, value))
     window: tuple[int | None, int | None] = (None, None)
     if is_causal:
-        # Aligned bottom-right, query i of L is at key position i + S - L. Keys past the L-th are seen by no query;
-        # without them S <= L, and a window to the right of L - S gives every query i the keys 0 .. i.
+        # Keys past the L-th are seen by no query. Without them S <= L. Where both are equal the library's own causal
+        # mask is torch's; else query i is at key position i + S - L for it, and a window to the right of L - S gives
+        # query i the keys 0 .. i.
         length = query.shape[-2]
         k, v = k[:, :length], v[:, :length]
-        window = (None, length - k.shape[1])
-    out = _functions.flash_attention(q, k, v, window=window, softmax_scale=scale)
+        is_causal = k.shape[1] == length
+        window = (None, None if is_causal else length - k.shape[1])
+    out = _functions.flash_attention(q, k, v, causal=is_causal, window=window, softmax_scale=scale)
     out = out.transpose(1, 2)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
@@ -96,3 +94,13 @@ def _batched(x: Tensor) -> Tensor:
     if x.dim() == 4:
         return x
     return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
+
+
+def _check_leading_dimensions(**tensors: Tensor) -> None:
+    """Check what is lost when all dimensions before the heads become one; of four the library checks all itself."""
+    leading = tensors["query"].shape[:-3]
+    for name, tensor in tensors.items():
+        if tensor.dim() < 3 or tensor.shape[:-3] != leading:
+            raise ValueError(
+                f"{name}: got shape {list(tensor.shape)}; expected {[*leading, 'heads', 'sequence', 'head_dim']}"
+            )
