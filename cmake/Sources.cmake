@@ -36,6 +36,7 @@ set(tiledattn_cuda_sources
     src/cuda/attend.cpp
     src/cuda/backend_cuda.cpp
     src/cuda/capture.cpp
+    src/cuda/common/tensor_map.cpp
     src/cuda/decode/decode_combine.cu
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu
