@@ -45,12 +45,23 @@ set(tiledattn_core_sources
 set(tiledattn_cuda_sources
     src/cuda/attend.cpp
     src/cuda/backend_cuda.cpp
+    src/cuda/capability.cpp
     src/cuda/capture.cpp
+    src/cuda/common/tensor_map.cpp
     src/cuda/cuda_copy_queue.cpp
     src/cuda/decode/decode_combine.cu
+    src/cuda/decode/decode_sm90.cpp
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu
     src/cuda/decode/inst/decode_plain_f32.cu
+    src/cuda/decode/inst/decode_sm90_bf16_d128.cu
+    src/cuda/decode/inst/decode_sm90_bf16_d192.cu
+    src/cuda/decode/inst/decode_sm90_bf16_d256.cu
+    src/cuda/decode/inst/decode_sm90_bf16_d64.cu
+    src/cuda/decode/inst/decode_sm90_f16_d128.cu
+    src/cuda/decode/inst/decode_sm90_f16_d192.cu
+    src/cuda/decode/inst/decode_sm90_f16_d256.cu
+    src/cuda/decode/inst/decode_sm90_f16_d64.cu
     src/cuda/devices.cpp
     src/cuda/fault_log.cpp
     src/cuda/memory.cpp

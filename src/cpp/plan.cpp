@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "decode_cut.h"
 #include "tiledattn/error.h"
 
 namespace tiledattn {
@@ -13,6 +14,7 @@ namespace {
 /// Before the partial results, scratch holds one int32 for each sequence, rounded up to this many
 /// bytes.
 constexpr std::int64_t kFlagAlignment = 256;
+/// The widest head of any GPU kernel.
 
 /// An upper bound of the keys that one sequence's query tokens see together.
 std::int64_t max_visible_keys(const AttentionProblem& p) {
@@ -50,6 +52,70 @@ bool is_decode(const AttentionProblem& p) {
   return p.state.m != nullptr || (!p.packed_q() && p.q_len <= kMaxDecodeTokens);
 }
 
+/// TMA reads the pool: 16-byte strides, boxes of 8 tokens within a block. Key numbers, blocks and
+/// sequences are 32-bit in the kernel.
+bool tma_pool(const AttentionProblem& p, const PoolView& pool, std::int64_t num_blocks,
+              std::int64_t block_size) {
+  constexpr std::int64_t kElements = 16 / 2;
+  constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;
+  const auto fits = [](std::int64_t size, std::int64_t stride) {
+    return size <= 1 || (stride > 0 && stride < kMaxStride && stride % kElements == 0);
+  };
+  return reinterpret_cast<std::uintptr_t>(pool.data) % 16 == 0 &&
+         fits(num_blocks, pool.block_stride) && fits(block_size, pool.token_stride) &&
+         fits(p.num_kv_heads, pool.head_stride);
+}
+
+bool fits_decode_sm90(const AttentionProblem& p) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 30;
+  if (p.total_q == 0 || p.num_q_heads == 0) return false;
+  if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
+  if (p.packed_q() || p.key_source == KeySource::packed) return false;
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;
+  constexpr float kSmallestSoftcap = 1e-30f;  // the kernel multiplies by the inverse
+  if (p.softcap > 0.0f && p.softcap < kSmallestSoftcap) return false;
+  const bool dense = p.key_source == KeySource::dense;
+  const std::int64_t num_blocks = dense ? p.num_seqs : p.num_blocks;
+  const std::int64_t block_size = dense ? p.dense_kv_len : p.block_size;
+  if (num_blocks < 1 || block_size < 1) return false;
+  if (!dense && block_size % 8 != 0) return false;
+  if (!tma_pool(p, p.k, num_blocks, block_size) || !tma_pool(p, p.v, num_blocks, block_size))
+    return false;
+  // Queries are read in pairs.
+  if (reinterpret_cast<std::uintptr_t>(p.q.data) % 4 != 0 || p.q.seq_stride % 2 != 0 ||
+      p.q.token_stride % 2 != 0 || p.q.head_stride % 2 != 0)
+    return false;
+  const std::int64_t keys = dense ? p.dense_kv_len : p.table_width * p.block_size;
+  const std::int64_t rows = p.q_len * p.gqa_ratio();
+  if (keys > kLimit || num_blocks > kLimit || p.num_seqs > kLimit || rows * p.num_kv_heads > kLimit)
+    return false;
+  const double cost = (static_cast<double>(keys) / 16 + kMaxDecodeGroups + 2) *
+                      static_cast<double>(p.num_kv_heads) * static_cast<double>(rows) *
+                      static_cast<double>(p.num_seqs);
+  return cost < static_cast<double>(kMaxDecodeCost);
+}
+
+void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, Plan& plan) {
+  const std::int64_t dim = std::max(p.head_dim, p.head_dim_v);
+  // A window may begin inside a chunk.
+  const std::int64_t chunks = max_visible_keys(p) / decode_chunk_keys(dim) + 2;
+  const std::int64_t rows = p.q_len * p.gqa_ratio();
+  const std::int64_t together = std::min(rows, decode_rows_together(rows, dim));
+  plan.kernel = Kernel::cuda_decode_sm90;
+  plan.max_groups = max_decode_groups(chunks);
+  if (plan.max_groups > 1)
+    plan.slot_bytes = plan.max_groups * together * (kDecodePartialHeader + p.head_dim_v) * 4;
+  plan.num_slots = kWorkspaceCounters;
+  if (plan.slot_bytes > 0)
+    plan.num_slots = std::min(plan.num_slots, workspace_bytes / plan.slot_bytes);
+  if (plan.num_slots < 1) {
+    throw ValueError("workspace: has " + std::to_string(workspace_bytes) +
+                     " bytes; this call needs at least " + std::to_string(plan.slot_bytes));
+  }
+  plan.seqs_per_launch = std::max<std::int64_t>(p.num_seqs, 1);
+  plan.counters_offset = workspace_counters_offset(workspace_bytes);
+}
+
 }  // namespace
 
 const char* to_string(Kernel kernel) {
@@ -62,12 +128,19 @@ const char* to_string(Kernel kernel) {
       return "cuda_decode_plain";
     case Kernel::cuda_prefill_plain:
       return "cuda_prefill_plain";
+    case Kernel::cuda_decode_sm90:
+      return "cuda_decode_sm90";
   }
   return "unknown";
 }
 
-Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_bytes) {
+Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_bytes,
+               int compute_capability) {
   Plan plan;
+  if (!device.is_cpu() && is_decode(p) && compute_capability == 90 && fits_decode_sm90(p)) {
+    plan_decode_sm90(p, workspace_bytes, plan);
+    return plan;
+  }
   if (is_decode(p)) {
     plan.kernel = device.is_cpu() ? Kernel::cpu_decode : Kernel::cuda_decode_plain;
     const std::int64_t rows = p.q_len * p.num_q_heads;
@@ -109,7 +182,14 @@ std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
     sequence_bytes = std::min(row_bytes * segments, std::max(kMaxSequenceScratch, row_bytes));
   const std::int64_t partial_bytes =
       std::min(num_seqs * sequence_bytes, std::max(2 * kMaxSequenceScratch, sequence_bytes));
-  return partial_bytes + num_seqs * 4 + kFlagAlignment;
+  // The Hopper kernel has up to 64 groups of each KV head of a sequence; all rows of a sequence are
+  // as many as with one KV head.
+  const std::int64_t groups = max_decode_groups(max_keys / decode_chunk_keys(kMaxHeadDim) + 2);
+  const std::int64_t group_bytes =
+      q_len * num_q_heads * (kDecodePartialHeader + head_dim_v) * 4 * groups;
+  const std::int64_t slots_bytes =
+      std::min(num_seqs * group_bytes, std::max(2 * kMaxSequenceScratch, group_bytes));
+  return std::max(partial_bytes + num_seqs * 4 + kFlagAlignment, slots_bytes);
 }
 
 }  // namespace tiledattn

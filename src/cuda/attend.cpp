@@ -11,6 +11,7 @@
 
 #include "common/attend_params.h"
 #include "decode/decode.h"
+#include "decode/decode_sm90.h"
 #include "prefill/prefill.h"
 #include "tiledattn/error.h"
 #include "validate/validate.h"
@@ -62,6 +63,8 @@ void launch_group(const AttendParams& params, Kernel kernel, cudaStream_t stream
 
 void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cudaStream_t stream) {
   if (problem.num_q_heads == 0) return;
+  if (plan.kernel == Kernel::cuda_decode_sm90)
+    return launch_decode_sm90(problem, plan, scratch, stream);
   if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain) {
     throw Error(std::string("plan: kernel ") + to_string(plan.kernel) +
                 " is not one of the CUDA backend");

@@ -13,6 +13,7 @@
 
 #include "attend.h"
 #include "backend.h"
+#include "capability.h"
 #include "capture.h"
 #include "cuda_check.h"
 #include "cuda_copy_queue.h"
@@ -48,6 +49,8 @@ class CudaBackend : public Backend {
     }
     return names[static_cast<std::size_t>(index)];
   }
+
+  int compute_capability(int index) const override { return cuda::compute_capability(index); }
 
   std::string build_description() const override {
     return std::to_string(CUDART_VERSION / 1000) + "." +

@@ -150,7 +150,84 @@ TEST(kernels_by_query_length_and_device) {
   CHECK(make_plan(paged(1, 1, 100), gpu, kBytes).kernel == Kernel::cuda_decode_plain);
   CHECK(make_plan(paged(1, 100, 100), gpu, kBytes).kernel == Kernel::cuda_prefill_plain);
   for (const Kernel kernel : {Kernel::cpu_decode, Kernel::cpu_prefill, Kernel::cuda_decode_plain,
-                              Kernel::cuda_prefill_plain}) {
+                              Kernel::cuda_prefill_plain, Kernel::cuda_decode_sm90}) {
     CHECK(std::string(to_string(kernel)) != "unknown");
+  }
+}
+
+namespace {
+
+const Device kGpu{DeviceKind::cuda, 0};
+
+/// A problem that suits the Hopper decode kernel.
+AttentionProblem paged_for_sm90() {
+  AttentionProblem p = paged(3, 1, 1024);
+  p.q.dtype = DType::bfloat16;
+  p.num_blocks = 100;
+  p.q.head_stride = 128;
+  p.q.seq_stride = 32 * 128;
+  p.k = p.v = {nullptr, 16 * 8 * 128, 8 * 128, 128};
+  return p;
+}
+
+Kernel kernel_for(const AttentionProblem& p, int compute_capability = 90) {
+  return make_plan(p, kGpu, kBytes, compute_capability).kernel;
+}
+
+}  // namespace
+
+TEST(the_hopper_kernel_by_shape) {
+  CHECK(kernel_for(paged_for_sm90()) == Kernel::cuda_decode_sm90);
+  for (const int capability : {0, 80, 89, 100, 120})
+    CHECK(kernel_for(paged_for_sm90(), capability) == Kernel::cuda_decode_plain);
+  CHECK(make_plan(paged_for_sm90(), {}, kBytes, 90).kernel == Kernel::cpu_decode);
+
+  const auto with = [](auto change) {
+    AttentionProblem p = paged_for_sm90();
+    change(p);
+    return kernel_for(p);
+  };
+  CHECK(with([](auto& p) { p.q_len = 16; }) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_plain);
+  CHECK(with([](auto& p) { p.block_size = 24; }) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.q.dtype = DType::float32; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.head_dim = 100; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.k.token_stride = 1028; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.v.head_stride = 0; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.q.head_stride = 129; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.softcap = 1e-35f; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.table_width = std::int64_t{1} << 30; }) == Kernel::cuda_decode_plain);
+}
+
+TEST(any_workspace_that_holds_one_slot_does) {
+  AttentionProblem p = paged_for_sm90();
+  p.table_width = 10000;
+  const Plan plan = make_plan(p, kGpu, kBytes, 90);
+  CHECK(plan.num_slots >= 1 && plan.num_slots <= kWorkspaceCounters);
+  CHECK(plan.num_slots * plan.slot_bytes <= kBytes);
+  CHECK(plan.counters_offset >= kBytes && plan.counters_offset % 256 == 0);
+  CHECK(make_plan(p, kGpu, plan.slot_bytes, 90).num_slots == 1);
+  CHECK_THROWS(ValueError, make_plan(p, kGpu, plan.slot_bytes - 1, 90), "workspace", "at least");
+  for (const std::int64_t bytes : {std::int64_t{1} << 20, kBytes})
+    CHECK(make_plan(p, kGpu, bytes, 90).slot_bytes == plan.slot_bytes);
+}
+
+TEST(an_object_reserves_a_slot_for_each_of_its_calls) {
+  for (const std::int64_t dim : {64, 128, 192, 256}) {
+    for (const std::int64_t max_keys : {16, 1024, 50'000}) {
+      for (const std::int64_t q_len : {1, 3, 40}) {
+        AttentionProblem p = paged_for_sm90();
+        float m = 0;
+        p.key_source = KeySource::tiles;
+        p.state.m = &m;
+        p.head_dim = p.head_dim_v = dim;
+        p.q_len = q_len;
+        p.table_width = max_keys / 16;
+        const std::int64_t bytes =
+            decode_workspace_bytes(p.num_seqs, q_len, p.num_q_heads, dim, max_keys);
+        CHECK(make_plan(p, kGpu, bytes, 90).num_slots >= 1);
+      }
+    }
   }
 }

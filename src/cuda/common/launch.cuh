@@ -15,6 +15,9 @@ struct LaunchShape {
   std::int64_t blocks = 0;
   int threads = 0;
   std::size_t shared_bytes = 0;
+  /// The kernel may start while the one before it in the stream ends, and waits for that by itself
+  /// (griddepcontrol.wait) before it touches global memory.
+  bool overlaps = false;
 };
 
 /// The largest grid.x. Kernels stride over their work by the grid, so more work than this is only
@@ -40,6 +43,13 @@ void launch(void (*kernel)(Params), const char* name, const LaunchShape& shape,
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (shape.overlaps) {
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, params), std::string("launch of ") + name);
 }
 

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode on Hopper: a persistent kernel that reads K and V once, at the memory's rate, in one
+// launch. docs/kernels/decode.md draws the schedule.
+//
+// A block is two teams of four warps. A team takes a run of groups of keys (decode_cut.h) that it
+// finds from the lengths; in each group each warp attends to its slice. A warp's keys come through
+// its own ring of shared memory by TMA, which runs ahead over groups and sequences, so that loads
+// never wait for sums (decode_sm90_ring.cuh). Sums are in decode_sm90_slice.cuh, what becomes of
+// them in decode_sm90_fold.cuh. Lengths and block ids are checked where they are read; a fault
+// makes the rows of its sequence NaN.
+//
+// Barriers: one __syncthreads() pair while shares are found; from then on only those of a team, two
+// for each pass of a fold. A warp waits for nobody else's loads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dependents.cuh"
+#include "common/launch.cuh"
+#include "common/mbarrier.cuh"
+#include "common/tma.cuh"
+#include "decode/decode_sm90.h"
+#include "decode/decode_sm90_fold.cuh"
+#include "decode/decode_sm90_ring.cuh"
+#include "decode/decode_sm90_slice.cuh"
+#include "decode/decode_sm90_work.cuh"
+
+namespace tiledattn::cuda {
+
+template <typename T, int kDim_, int kTiles_>
+struct DecodeSm90Config {
+  using Element = T;
+  static constexpr int kDim = kDim_;      ///< columns of K and V, zeros beyond the head's own
+  static constexpr int kTiles = kTiles_;  ///< of 8 query rows
+  static constexpr int kTeams = 2;
+  static constexpr int kWarps = kTeams * kDecodeTeamWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kChunkKeys = decode_chunk_keys(kDim);
+  static constexpr int kSlabs = kDim / 64;
+  static constexpr int kSlotBytes = kChunkKeys * kDim * 2;
+  /// 24 KB for each warp, 192 KB in all: 64 KB in flight saturate the memory, the rest covers what
+  /// is being read by a warp.
+  static constexpr int kSlots = 24 * 1024 / kSlotBytes;
+  /// Columns that a fold handles at once: what the ring leaves free bounds its buffer.
+  static constexpr int kPassColumns = kDim == 192 ? 96 : kDim < 128 ? kDim : 128 / kTiles;
+};
+
+template <typename Config>
+struct alignas(1024) DecodeSm90Shared {
+  unsigned char ring[Config::kWarps][Config::kSlots][Config::kSlotBytes];
+  SliceBuffers<Config> slices[Config::kTeams];
+  Share shares[Config::kTeams];
+  LoadCursor cursors[Config::kWarps];
+  std::int64_t sums[Config::kWarps];
+  MBarrier full[Config::kWarps][Config::kSlots];
+};
+
+/// Where partial results of the head at which `at` stands go; anything where the team does the
+/// whole head.
+__device__ __forceinline__ int slot_of_head(const DecodeSm90Params& params, const Cursor& at,
+                                            const Share& share) {
+  if (params.slot_for_each_head) return at.seq * params.heads_per_seq + at.head;
+  const int cost = at.work.cut.group_chunks + 1;
+  const bool whole = at.group == 0 && at.left > std::int64_t{at.work.cut.num_groups - 1} * cost;
+  if (whole) return 0;
+  const std::int64_t head_begin = share.end - at.left - std::int64_t{at.group} * cost;
+  return static_cast<int>(team_of(share.total, head_begin, params.num_teams));
+}
+
+/// The work of a team, in lockstep only where groups are folded.
+template <typename Config>
+__device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
+                                             DecodeSm90Shared<Config>& shared,
+                                             const TeamMember& member) {
+  Share& share = shared.shares[member.team];
+  const SequenceWork& work = share.first.work;  // of the sequence at hand
+  SliceBuffers<Config>& buffers = shared.slices[member.team];
+  const int warp = warp_index();
+  MBarrier* const full = shared.full[warp];
+  RingLoads<Config> loads(params, share.first, member.warp, shared.cursors[warp],
+                          &shared.ring[warp][0][0], full);
+  int slot = 0;
+  std::uint32_t parity = 0;
+  const auto next_slot = [&] {
+    __syncwarp();  // all lanes have read the slot
+    loads.issue(params, slot);
+    if (++slot == Config::kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  };
+
+  Cursor at = share.first;
+  SliceState<Config> slice;
+  HeadResult<Config> result;
+  const FoldPlace<Config> place(member);
+  bool new_sequence = false;
+#pragma unroll 1
+  while (!at.done()) {
+    if (new_sequence) {
+      at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
+      if (member.thread == 0) share.first.work = at.work;
+      member.sync();
+    }
+    const int seq = at.seq;
+    const int kv_head = params.row_tiles.divide(at.head);
+    const int first_row =
+        (at.head - kv_head * static_cast<int>(params.row_tiles.value)) * (Config::kTiles * 8);
+    QueryFragments<Config> queries;
+    queries.load(params, seq, kv_head, first_row);
+    result.begin(params, place, first_row, at.group, slot_of_head(params, at, share));
+    if (work.faulty && at.group == 0 && at.head == 0 && member.thread == 0)
+      record_fault(params.problem.faults, check_sequence(params.problem, seq));
+
+    const int num_groups = at.work.cut.num_groups;
+    int group;
+    bool more;  // groups of this head
+#pragma unroll 1
+    do {
+      group = at.group;
+      slice.clear();
+      bool wrong = work.faulty;
+      const ChunkRange chunks = slice_of_group(at.num_chunks(), member.warp);
+      const int group_chunk = at.work.cut.first_chunk + group * at.work.cut.group_chunks;
+#pragma unroll 1
+      for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+        const int first_key = (group_chunk + chunk) * Config::kChunkKeys;
+        const ChunkMask mask = chunk_mask<Config>(work, first_key);
+        wrong = wrong || loads.wrong(slot);
+        full[slot].wait(parity);
+        slice.multiply_keys(shared_address(shared.ring[warp][slot]), queries);
+        next_slot();
+        slice.make_scores(params, work, first_row, first_key, mask);
+        slice.make_weights();
+        full[slot].wait(parity);
+        if (mask.begin > 0 || mask.end < Config::kChunkKeys)
+          clear_values<Config>(shared.ring[warp][slot], mask);
+        slice.multiply_values(shared_address(shared.ring[warp][slot]));
+        next_slot();
+        loads.look_ahead(params);
+      }
+      slice.finish();
+      if (wrong) slice.poison();
+      result.add_group(params, member, place, buffers, group, slice);
+      new_sequence = at.advance(params);
+      more = group + 1 < num_groups && !at.done();
+    } while (more);
+    if (result.end(params, member, place, buffers, group, num_groups))
+      result.write(params, member, place, seq, kv_head, first_row);
+  }
+  loads.report(params);
+}
+
+/// Parameters come through a cache that is cold in each launch. The warps read a line each, all at
+/// once, where otherwise all would wait for one line after the other. `sink` keeps the reads alive.
+template <int kWarps>
+__device__ __forceinline__ void touch_params(const DecodeSm90Params& params, std::int64_t* sink) {
+  constexpr int kLineWords = 64 / 4;
+  constexpr int kFirst = static_cast<int>(offsetof(DecodeSm90Params, problem)) / 64;
+  constexpr int kLast = static_cast<int>(sizeof(DecodeSm90Params) - 1) / 64;
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(&params);
+  std::uint32_t sum = 0;
+#pragma unroll
+  for (int line = kFirst; line <= kLast; line += kWarps) {
+    const int mine = line + warp_index();
+    sum ^= words[(mine < kLast ? mine : kLast) * kLineWords];
+  }
+  if (lane_index() == 0) sink[warp_index()] = sum;
+  __syncwarp();
+}
+
+/// What a block of this device can have.
+constexpr std::size_t kMaxSharedBytes = 227 * 1024;
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    decode_sm90(const __grid_constant__ DecodeSm90Params params) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  DecodeSm90Shared<Config>& shared = *reinterpret_cast<DecodeSm90Shared<Config>*>(shared_bytes);
+  touch_params<Config::kWarps>(params, shared.sums);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(params.k_map);
+    prefetch_tensor_map(params.v_map);
+  }
+  if (lane_index() < Config::kSlots) shared.full[warp_index()][lane_index()].init(1);
+  fence_barrier_init();
+  start_dependents();
+  wait_for_predecessor();
+  if (params.short_line) {
+    find_shares<int, Config::kChunkKeys, Config::kTeams, Config::kWarps>(params, shared.shares,
+                                                                         shared.sums);
+  } else {
+    find_shares<std::int64_t, Config::kChunkKeys, Config::kTeams, Config::kWarps>(
+        params, shared.shares, shared.sums);
+  }
+  const TeamMember member{warp_index() / kDecodeTeamWarps, warp_index() % kDecodeTeamWarps,
+                          static_cast<int>(threadIdx.x) % TeamMember::kThreads};
+  attend_share<Config>(params, shared, member);
+#endif
+}
+
+template <typename T, int kDim, int kTiles>
+void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream) {
+  using Config = DecodeSm90Config<T, kDim, kTiles>;
+  static_assert(sizeof(DecodeSm90Shared<Config>) <= kMaxSharedBytes);
+  const std::int64_t blocks = (params.num_teams + Config::kTeams - 1) / Config::kTeams;
+  launch(decode_sm90<Config>, "decode_sm90",
+         {blocks, Config::kThreads, sizeof(DecodeSm90Shared<Config>), true}, params, stream);
+}
+
+}  // namespace tiledattn::cuda

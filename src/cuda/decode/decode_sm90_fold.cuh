@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the slices of a group to the result of a head, always in the order of keys.
+//
+// A team folds the slices of each group through shared memory; the thread that holds some columns
+// of a row keeps them. If the team began the head, it goes on folding group after group and, where
+// it also ends the head, finishes it without any scratch. Otherwise it leaves what it has as
+// partial results: the groups from 0 on folded into one, each later group alone. Who brings the
+// last group of the head folds them all.
+#pragma once
+
+#include <cstdint>
+
+#include "common/finish_row.cuh"
+#include "common/mbarrier.cuh"
+#include "common/softmax_state.cuh"
+#include "decode/decode_sm90_slice.cuh"
+#include "decode/decode_sm90_work.cuh"
+
+namespace tiledattn::cuda {
+
+/// This thread's place in its team.
+struct TeamMember {
+  static constexpr int kThreads = kDecodeTeamWarps * kWarpSize;
+  int team;    ///< of the block
+  int warp;    ///< of the team
+  int thread;  ///< of the team
+
+  __device__ __forceinline__ void sync() const { named_barrier_sync(team + 1, kThreads); }
+};
+
+/// Eight columns of a row: four, and four that stand half a pass further on.
+struct PartOfRow {
+  float m = -infinity();
+  float l = 0.0f;
+  float4 o[2] = {};
+};
+
+/// o = o * a + other * b.
+__device__ __forceinline__ void scale_and_add(float4& o, float a, const float4& other, float b) {
+  o.x = fmaf(other.x, b, __fmul_rn(o.x, a));
+  o.y = fmaf(other.y, b, __fmul_rn(o.y, a));
+  o.z = fmaf(other.z, b, __fmul_rn(o.z, a));
+  o.w = fmaf(other.w, b, __fmul_rn(o.w, a));
+}
+
+/// part = merge(part, later). NaN stays; nothing stands for infinity: two empty parts stay empty.
+__device__ __forceinline__ void fold(PartOfRow& part, const PartOfRow& later) {
+  const float m = max_or_nan(part.m, later.m);
+  const float shift = m == -infinity() ? 0.0f : m;
+  const float a = exp_fast(__fsub_rn(part.m, shift));
+  const float b = exp_fast(__fsub_rn(later.m, shift));
+  part.m = m;
+  part.l = fmaf(later.l, b, __fmul_rn(part.l, a));
+  scale_and_add(part.o[0], a, later.o[0], b);
+  scale_and_add(part.o[1], a, later.o[1], b);
+}
+
+/// Where a column of a row stands. Lanes write rows 2t and 2t + 1 and column g at a time: this
+/// gives each its own bank.
+__device__ __forceinline__ int swizzled(int row, int column) { return column ^ (row % 8 / 2 * 8); }
+
+/// Shared memory of a team: the slices of one pass.
+template <typename Config>
+struct alignas(16) SliceBuffers {
+  float o[kDecodeTeamWarps][Config::kTiles * 8][Config::kPassColumns];  ///< at swizzled(column)
+  float2 ml[kDecodeTeamWarps][Config::kTiles * 8];                      ///< m, l
+  int last;  ///< this team brought the last group
+};
+
+/// The rows and columns of one thread in all folds.
+template <typename Config>
+struct FoldPlace {
+  static constexpr int kThreadsPerRow = Config::kPassColumns / 8;
+  static constexpr int kHalf = Config::kPassColumns / 2;
+  int row;     ///< of the head's tile of rows
+  int column;  ///< of the pass, the first of four; four more at + kHalf
+
+  __device__ explicit FoldPlace(const TeamMember& member)
+      : row(member.thread / kThreadsPerRow), column(member.thread % kThreadsPerRow * 4) {}
+};
+
+template <typename Config>
+class HeadResult {
+ public:
+  static constexpr int kPasses = Config::kDim / Config::kPassColumns;
+  using Place = FoldPlace<Config>;
+
+  /// The team begins its part of a head at `first_group`. `slot`: where partial results go, if the
+  /// part is not the whole head.
+  __device__ __forceinline__ void begin(const DecodeSm90Params& params, const Place& place,
+                                        int first_row, int first_group, int slot) {
+    first_group_ = first_group;
+    slot_ = slot;
+    present_ = place.row < Config::kTiles * 8 && first_row + place.row < params.rows;
+    const int rows = params.rows < Config::kTiles * 8 ? params.rows : Config::kTiles * 8;
+    const int stride = static_cast<int>(kDecodePartialHeader + params.problem.head_dim_v);
+    group_stride_ = rows * stride;
+    partials_ = params.partials + std::int64_t{slot} * params.max_groups * group_stride_ +
+                place.row * stride;
+  }
+
+  /// Folds one group, of which each warp brings its slice. Called by the whole team.
+  __device__ __forceinline__ void add_group(const DecodeSm90Params& params,
+                                            const TeamMember& member, const Place& place,
+                                            SliceBuffers<Config>& buffers, int group,
+                                            const SliceState<Config>& slice) {
+    if (lane_index() < 4) {
+#pragma unroll
+      for (int tile = 0; tile < Config::kTiles; ++tile)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+          buffers.ml[member.warp][tile * 8 + lane_index() * 2 + side] =
+              make_float2(slice.m[tile][side], slice.l[tile][side]);
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      write_slice(buffers, member.warp, slice, pass);
+      member.sync();
+      if (present_) {
+        const PartOfRow part = fold_slices(buffers, place);
+        if (group == 0) {
+          total_[pass] = part;
+        } else if (first_group_ == 0) {
+          fold(total_[pass], part);
+        } else {
+          store_partial(params, place, pass, group, part, 1);
+        }
+      }
+      member.sync();
+    }
+  }
+
+  /// The team's part of the head ends with `last_group`. True where the result of the whole head is
+  /// in this thread. Called by the whole team.
+  __device__ __forceinline__ bool end(const DecodeSm90Params& params, const TeamMember& member,
+                                      const Place& place, SliceBuffers<Config>& buffers,
+                                      int last_group, int num_groups) {
+    if (first_group_ == 0 && last_group + 1 == num_groups) return true;
+    if (first_group_ == 0 && present_) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass)
+        store_partial(params, place, pass, 0, total_[pass], last_group + 1);
+    }
+    if (!bring(params, member, buffers, last_group + 1 - first_group_, num_groups)) return false;
+    if (present_) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass)
+        total_[pass] = fold_partials(params, place, pass, num_groups);
+    }
+    return true;
+  }
+
+  /// The result into the state, out and lse. Called by the whole team.
+  __device__ __forceinline__ void write(const DecodeSm90Params& params, const TeamMember& member,
+                                        const Place& place, int seq, int kv_head, int first_row) {
+    const AttentionProblem& p = params.problem;
+    const int row = first_row + place.row;
+    const int token = params.group.divide(row);
+    const int group = static_cast<int>(params.group.value);
+    const int head = kv_head * group + row - token * group;
+    if (p.state.m != nullptr) {
+      const std::int64_t at = p.state.row(seq, token, head, p.num_q_heads);
+      float m = 0.0f;
+      float l = 0.0f;
+      if (present_ && !p.state.fresh) {
+        m = p.state.m[at];
+        l = p.state.l[at];
+      }
+      if (!p.state.fresh) member.sync();  // all threads of a row have read m and l
+      if (present_) add_to_state(p, place, at, m, l);
+    }
+    if (p.out.data == nullptr || !present_) return;
+    const RowResult result(total_[0].m, total_[0].l, p.sinks == nullptr ? nullptr : p.sinks + head);
+    const std::int64_t at = p.out.row_offset(seq, token, head);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int column = column_of(place, pass, half);
+        if (column >= p.head_dim_v) continue;
+        const float4& o = total_[pass].o[half];
+        store_out(p.out, at + column,
+                  make_float4(result.value(o.x), result.value(o.y), result.value(o.z),
+                              result.value(o.w)));
+      }
+    if (p.out.lse != nullptr && place.column == 0)
+      p.out.lse[p.out.lse_offset(seq, token, head)] = result.lse;
+  }
+
+ private:
+  __device__ __forceinline__ static int column_of(const Place& place, int pass, int half) {
+    return pass * Config::kPassColumns + half * Place::kHalf + place.column;
+  }
+
+  __device__ __forceinline__ static void write_slice(SliceBuffers<Config>& buffers, int warp,
+                                                     const SliceState<Config>& slice, int pass) {
+    constexpr int kParts = Config::kPassColumns / 16;
+    const int row = lane_index() % 4 * 2;
+    const int column = lane_index() / 4;
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kParts; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          buffers.o[warp][tile * 8 + row + j % 2][swizzled(row, i * 16 + j / 2 * 8 + column)] =
+              slice.o[pass * kParts + i][tile][j];
+  }
+
+  /// The slices of this thread's columns. Those that saw nothing weigh nothing.
+  __device__ __forceinline__ static PartOfRow fold_slices(const SliceBuffers<Config>& buffers,
+                                                          const Place& place) {
+    float2 ml[kDecodeTeamWarps];
+    PartOfRow part;
+#pragma unroll
+    for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
+      ml[warp] = buffers.ml[warp][place.row];
+      part.m = max_or_nan(part.m, ml[warp].x);
+    }
+    const float shift = part.m == -infinity() ? 0.0f : part.m;
+#pragma unroll
+    for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
+      const float weight = exp_fast(__fsub_rn(ml[warp].x, shift));
+      part.l = fmaf(ml[warp].y, weight, part.l);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 o = *reinterpret_cast<const float4*>(
+            &buffers.o[warp][place.row][swizzled(place.row, place.column + half * Place::kHalf)]);
+        scale_and_add(part.o[half], 1.0f, o, weight);
+      }
+    }
+    return part;
+  }
+
+  __device__ __forceinline__ void store_partial(const DecodeSm90Params& params, const Place& place,
+                                                int pass, int group, const PartOfRow& part,
+                                                int num_groups) const {
+    float* const row = partials_ + group * group_stride_;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = column_of(place, pass, half);
+      if (column < params.problem.head_dim_v)
+        __stcg(reinterpret_cast<float4*>(row + kDecodePartialHeader + column), part.o[half]);
+    }
+    if (pass == 0 && place.column == 0) {
+      __stcg(reinterpret_cast<float4*>(row),
+             make_float4(part.m, part.l, __int_as_float(num_groups), 0.0f));
+    }
+  }
+
+  /// True in the team that brings the last group of a head. The stores of the whole team are seen
+  /// by it: one thread's release and acquire cover those that the team's barriers order around it.
+  __device__ __forceinline__ bool bring(const DecodeSm90Params& params, const TeamMember& member,
+                                        SliceBuffers<Config>& buffers, int count,
+                                        int num_groups) const {
+    member.sync();
+    if (member.thread == 0) {
+      std::uint32_t* const counter = params.counters + slot_;
+      std::uint32_t before;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(counter), "r"(count)
+                   : "memory");
+      const bool last = before + count == static_cast<std::uint32_t>(num_groups);
+      if (last) *counter = 0;  // for the next launch
+      buffers.last = last ? 1 : 0;
+    }
+    member.sync();
+    return buffers.last != 0;
+  }
+
+  __device__ __forceinline__ PartOfRow fold_partials(const DecodeSm90Params& params,
+                                                     const Place& place, int pass,
+                                                     int num_groups) const {
+    constexpr int kAtOnce = Config::kTiles > 1 ? 4 : 8;  // what the registers hold
+    PartOfRow total;
+    int next = 0;  // groups that are in `total`
+#pragma unroll 1
+    for (int first = 0; first < num_groups; first += kAtOnce) {
+      float4 headers[kAtOnce];
+      float4 columns[kAtOnce][2];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        // Where a partial result stands for several groups, this reads what is in the places of the
+        // others and ignores it.
+        const int group = first + i < num_groups ? first + i : num_groups - 1;
+        const float* const row = partials_ + group * group_stride_;
+        headers[i] = __ldcg(reinterpret_cast<const float4*>(row));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int column = column_of(place, pass, half);
+          columns[i][half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (column < params.problem.head_dim_v)
+            columns[i][half] =
+                __ldcg(reinterpret_cast<const float4*>(row + kDecodePartialHeader + column));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i != next || next >= num_groups) continue;
+        PartOfRow part;
+        part.m = headers[i].x;
+        part.l = headers[i].y;
+        part.o[0] = columns[i][0];
+        part.o[1] = columns[i][1];
+        if (next == 0) {
+          total = part;
+        } else {
+          fold(total, part);
+        }
+        next += __float_as_int(headers[i].z);
+      }
+    }
+    return total;
+  }
+
+  /// total_ = merge(state, total_), and the state is that. An empty call leaves the state as it is,
+  /// bit for bit, and an empty state takes the call's.
+  __device__ __forceinline__ void add_to_state(const AttentionProblem& p, const Place& place,
+                                               std::int64_t row, float m, float l) {
+    const bool merges = !p.state.fresh;
+    const Fold parts(m, l, total_[0].m, total_[0].l);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int column = column_of(place, pass, half);
+        if (column >= p.head_dim_v) continue;
+        float* const at = p.state.o + row * p.head_dim_v + column;
+        float4& o = total_[pass].o[half];
+        if (merges) {
+          const float4 before = load_four(at);
+          o = make_float4(parts.value(before.x, o.x), parts.value(before.y, o.y),
+                          parts.value(before.z, o.z), parts.value(before.w, o.w));
+        }
+        store_four(at, o);
+      }
+    }
+    if (merges) {
+      total_[0].m = parts.m;
+      total_[0].l = parts.l;
+    }
+    if (place.column == 0) {
+      p.state.m[row] = total_[0].m;
+      p.state.l[row] = total_[0].l;
+    }
+  }
+
+  /// The state's columns start wherever the object's sizes put them.
+  __device__ __forceinline__ static float4 load_four(const float* at) {
+    return reinterpret_cast<std::uintptr_t>(at) % 16 == 0 ? *reinterpret_cast<const float4*>(at)
+                                                          : make_float4(at[0], at[1], at[2], at[3]);
+  }
+  __device__ __forceinline__ static void store_four(float* at, const float4& x) {
+    if (reinterpret_cast<std::uintptr_t>(at) % 16 == 0) {
+      *reinterpret_cast<float4*>(at) = x;
+    } else {
+      at[0] = x.x;
+      at[1] = x.y;
+      at[2] = x.z;
+      at[3] = x.w;
+    }
+  }
+
+  __device__ __forceinline__ static void store_out(const OutputView& out, std::int64_t at,
+                                                   const float4& x) {
+    using T = typename Config::Element;
+    if (out.dtype == DType::float32) return store_four(static_cast<float*>(out.data) + at, x);
+    T* const to = static_cast<T*>(out.data) + at;
+    const uint2 packed = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
+    if (reinterpret_cast<std::uintptr_t>(to) % 8 == 0) {
+      *reinterpret_cast<uint2*>(to) = packed;
+    } else {
+      auto* const words = reinterpret_cast<std::uint16_t*>(to);
+      words[0] = static_cast<std::uint16_t>(packed.x);
+      words[1] = static_cast<std::uint16_t>(packed.x >> 16);
+      words[2] = static_cast<std::uint16_t>(packed.y);
+      words[3] = static_cast<std::uint16_t>(packed.y >> 16);
+    }
+  }
+
+  int first_group_ = 0;
+  bool present_ = false;
+  int slot_ = 0;
+  int group_stride_ = 0;  ///< floats
+  float* partials_ = nullptr;
+  PartOfRow total_[kPasses];
+};
+
+}  // namespace tiledattn::cuda

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loads of one warp: K and V of its chunks go, one after the other, through a ring of slots in
+// shared memory that only this warp uses. It runs ahead over the borders of groups and sequences.
+//
+// The keys of a slot stand in rows of 64 columns (128 bytes, TMA's 128-byte swizzle), all keys of
+// columns 0 .. 63, then all keys of columns 64 .. 127, and so on. A box is box_tokens rows of one
+// such slab, so that it lies in one block of the pool; each lane loads at most one box of a chunk
+// and keeps its block id one chunk ahead.
+#pragma once
+
+#include <cstdint>
+
+#include "common/faults.cuh"
+#include "common/mbarrier.cuh"
+#include "common/tma.cuh"
+#include "decode/decode_sm90_work.cuh"
+
+namespace tiledattn::cuda {
+
+/// One lane's box of one chunk.
+struct ChunkLoad {
+  bool exists = false;           ///< the chunk: the same in every lane
+  bool inside = false;           ///< the box holds a visible key
+  std::uint32_t block = 0;       ///< as in the table, not yet checked
+  std::uint32_t block_high = 0;  ///< the upper half of an int64
+  int token = 0;
+  int kv_head = 0;
+  int seq = 0;
+};
+
+/// Where the loads of a warp stand, in shared memory: registers are short, and this is needed once
+/// for each chunk.
+struct LoadCursor {
+  Cursor at;
+  int chunk;  ///< of the slice in the group
+  int chunk_end;
+};
+
+/// For a sequence with a block id outside the pool: the first one, so that what the host reads does
+/// not hang on who saw which. Not inlined, since it is rare.
+__device__ __noinline__ static void report_blocks(const AttentionProblem& p, int seq) {
+  const Sequence s = sequence_at(p, seq);
+  const KeyRange columns = table_columns(p, s);
+  for (std::int64_t column = columns.begin; column < columns.end; ++column) {
+    const Fault fault = check_block(p, s, column);
+    if (fault.found()) return record_fault(p.faults, fault);
+  }
+}
+
+template <typename Config>
+class RingLoads {
+ public:
+  static constexpr int kRowBytes = 128;
+  static constexpr int kSlabBytes = Config::kChunkKeys * kRowBytes;
+
+  /// Fills the ring. `cursor`, `ring` and `full` are the warp's own.
+  __device__ __forceinline__ RingLoads(const DecodeSm90Params& params, const Cursor& first,
+                                       int warp_in_team, LoadCursor& cursor, unsigned char* ring,
+                                       MBarrier* full)
+      : warp_(warp_in_team), cursor_(cursor), ring_(ring), full_(full) {
+    const int boxes = Config::kChunkKeys / params.box_tokens;
+    const int slab = lane_index() / boxes;
+    const int token = lane_index() % boxes * params.box_tokens;
+    first_token_ = slab < Config::kSlabs ? token : -1;
+    first_column_ = slab * (kRowBytes / 2);
+    offset_ = slab * kSlabBytes + token * kRowBytes;
+    if (lane_index() == 0) {
+      ChunkRange slice;
+      if (!first.done()) slice = slice_of_group(first.num_chunks(), warp_in_team);
+      cursor = {first, slice.begin, slice.end};
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int slot = -1; slot <= Config::kSlots; ++slot) {
+      look_ahead(params);  // the last time for the first chunk that finds no slot
+      if (slot < 0) {
+        take_next();
+      } else if (slot < Config::kSlots) {
+        issue(params, slot);
+      }
+    }
+  }
+
+  /// Starts the next load, into `slot`, which the warp has read. Called by the whole warp.
+  __device__ __forceinline__ void issue(const DecodeSm90Params& params, int slot) {
+    if (!current_.exists) return;
+    const bool good = current_.inside && current_.block_high == 0 &&
+                      current_.block < static_cast<std::uint32_t>(params.num_blocks);
+    const bool bad = current_.inside && !good;
+    const int boxes = __popc(__ballot_sync(kAllLanes, good));
+    const unsigned bit = 1u << slot;
+    wrong_slots_ = __any_sync(kAllLanes, bad) ? wrong_slots_ | bit : wrong_slots_ & ~bit;
+    if (lane_index() == 0) full_[slot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
+    __syncwarp();
+    if (good) {
+      load_box(ring_ + slot * Config::kSlotBytes + offset_, values_ ? params.v_map : params.k_map,
+               {first_column_, current_.token, current_.kv_head, static_cast<int>(current_.block)},
+               full_[slot]);
+    }
+    if (values_) {
+      if (bad && wrong_seq_ < 0) wrong_seq_ = current_.seq;
+      take_next();
+    }
+    values_ = !values_;
+  }
+
+  /// Looks one chunk further where a chunk was issued. Once for each chunk of the warp.
+  __device__ __forceinline__ void look_ahead(const DecodeSm90Params& params) {
+    if (wants_chunk_) next_ = fetch(params);
+    wants_chunk_ = false;
+  }
+
+  /// Tells the host of a wrong block id that a load came upon; after the last one.
+  __device__ __forceinline__ void report(const DecodeSm90Params& params) const {
+    if (wrong_seq_ >= 0) report_blocks(params.problem, wrong_seq_);
+  }
+
+  /// The chunk in `slot` has a block id outside the pool.
+  __device__ bool wrong(int slot) const { return (wrong_slots_ >> slot & 1) != 0; }
+
+ private:
+  __device__ __forceinline__ void take_next() {
+    current_ = next_;
+    wants_chunk_ = true;
+  }
+
+  /// This lane's box of the next chunk of the warp's slices. Called by the whole warp.
+  __device__ __forceinline__ ChunkLoad fetch(const DecodeSm90Params& params) {
+    ChunkLoad load;
+    int chunk = cursor_.chunk;
+    if (chunk >= cursor_.chunk_end && !next_slice(params)) return load;
+    chunk = cursor_.chunk;
+    __syncwarp();
+    if (lane_index() == 0) cursor_.chunk = chunk + 1;
+
+    const AttentionProblem& p = params.problem;
+    const Cursor& at = cursor_.at;
+    const int key = (at.work.cut.first_chunk + at.group * at.work.cut.group_chunks + chunk) *
+                        Config::kChunkKeys +
+                    first_token_;
+    load.exists = true;
+    load.inside = first_token_ >= 0 && key < at.work.end && key + params.box_tokens > at.work.begin;
+    load.kv_head = params.row_tiles.divide(at.head);
+    load.seq = at.seq;
+    load.token = key;
+    load.block = static_cast<std::uint32_t>(load.seq);
+    if (p.table.given() && load.inside) {
+      const int column = params.block_size.divide(key);
+      load.token = key - column * static_cast<int>(params.block_size.value);
+      // As raw words: a conversion would wait for the load.
+      const std::int64_t entry = load.seq * p.table.row_stride + column * p.table.column_stride;
+      const auto* const words = static_cast<const std::uint32_t*>(p.table.data);
+      if (p.table.is_int64) {
+        load.block = __ldg(words + 2 * entry);
+        load.block_high = __ldg(words + 2 * entry + 1);
+      } else {
+        load.block = __ldg(words + entry);
+      }
+    }
+    __syncwarp();
+    return load;
+  }
+
+  /// Moves the cursor to the next slice with a chunk; false where there is none.
+  __device__ __forceinline__ bool next_slice(const DecodeSm90Params& params) {
+    Cursor at = cursor_.at;
+    ChunkRange slice;
+#pragma unroll 1
+    while (slice.begin >= slice.end && !at.done()) {
+      if (at.advance(params)) at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
+      if (!at.done()) slice = slice_of_group(at.num_chunks(), warp_);
+    }
+    __syncwarp();
+    if (lane_index() == 0) cursor_ = {at, slice.begin, slice.end};
+    __syncwarp();
+    return slice.begin < slice.end;
+  }
+
+  int warp_;
+  LoadCursor& cursor_;
+  unsigned char* ring_;
+  MBarrier* full_;
+  int first_token_;
+  int first_column_;
+  int offset_;
+  bool values_ = false;      ///< the next load is V
+  bool wants_chunk_ = true;  ///< next_ has become current_
+  unsigned wrong_slots_ = 0;
+  int wrong_seq_ = -1;  ///< the first sequence with a wrong block id
+  ChunkLoad current_;
+  ChunkLoad next_;
+};
+
+}  // namespace tiledattn::cuda
