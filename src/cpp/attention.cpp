@@ -143,7 +143,8 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
     problem.state = state_view(self.buffers);
     problem.state.fresh = self.fresh;
     problem.faults = self.faults ? self.faults->device_record() : nullptr;
-    const Plan plan = make_plan(problem, self.device, self.workspace.bytes());
+    const Plan plan = make_plan(problem, self.device, self.workspace.bytes(),
+                                self.backend.compute_capability(self.device.index));
     self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
     self.fresh = false;
   }

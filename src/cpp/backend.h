@@ -41,11 +41,14 @@ class Backend {
   virtual std::string why_unavailable() const = 0;
   /// "NVIDIA H200 (sm_90)".
   virtual std::string device_name(int index) const = 0;
+  /// 90 for compute capability 9.0: which kernels plans may choose. 0 on the CPU, and where the
+  /// environment asks for the plain kernels.
+  virtual int compute_capability(int index) const = 0;
   /// What the build holds: "13.0 for sm_80, sm_90a"; the CPU's instruction set.
   virtual std::string build_description() const = 0;
 
   // Memory.
-  /// At least `bytes` bytes, 256-byte aligned; freeing is safe at any time, also in a capture or
+  /// At least `bytes` bytes, 256-byte aligned, on a GPU zero; freeing is safe at any time, also in a capture or
   /// from a graph.
   virtual std::shared_ptr<void> allocate(int index, std::int64_t bytes) const = 0;
   /// Copy bytes; either side may be on the CPU or on another device of this backend. Waits when one

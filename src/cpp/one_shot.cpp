@@ -59,7 +59,8 @@ void attend(AttentionProblem& problem, Device device, Stream stream, Workspace* 
   const std::shared_ptr<Workspace> own = given ? nullptr : default_workspace(device, stream);
   Workspace& workspace = given ? *given : *own;
   problem.faults = call.record();
-  const Plan plan = make_plan(problem, device, workspace.bytes());
+  const Plan plan = make_plan(problem, device, workspace.bytes(),
+                              backend.compute_capability(device.index));
   {
     const std::unique_lock<std::mutex> lock = workspace.acquire(stream);
     if (given && backend.capture_id(device.index, stream) != 0) {
@@ -117,17 +118,31 @@ Support supports(const SupportQuery& query) {
     const Tensor q =
         make_tensor(nullptr, query.dtype, query.device, {1, query.num_q_heads, query.head_dim});
     check_attention_dtype("dtype", q);
-    backend_for(query.device);
+    const Backend& backend = backend_for(query.device);
 
     AttentionProblem problem;
     problem.num_seqs = 1;
     problem.num_q_heads = query.num_q_heads;
+    problem.num_kv_heads = query.num_kv_heads;
+    problem.head_dim = query.head_dim;
     problem.head_dim_v = dims.value_dim();
+    problem.q.dtype = problem.out.dtype = query.dtype;
+    // One block of a contiguous cache.
+    problem.num_blocks = problem.table_width = 1;
+    problem.block_size = query.block_size;
+    problem.k = {nullptr, 0, query.num_kv_heads * query.head_dim, query.head_dim};
+    problem.v = {nullptr, 0, query.num_kv_heads * problem.head_dim_v, problem.head_dim_v};
     // flash_attention is asked for as it is mostly used, with many query rows.
     const bool prefill = query.operation == SupportQuery::Operation::flash_attention;
     problem.q_len = prefill ? kMaxDecodeTokens + 1 : 1;
     problem.key_source = tiled ? KeySource::tiles : prefill ? KeySource::dense : KeySource::paged;
-    const Plan plan = make_plan(problem, query.device, Workspace::kDefaultBytes);
+    problem.total_q = problem.dense_kv_len = problem.q_len;
+    problem.q.token_stride = query.num_q_heads * query.head_dim;
+    problem.q.head_stride = query.head_dim;
+    problem.out.token_stride = query.num_q_heads * problem.head_dim_v;
+    problem.out.head_stride = problem.head_dim_v;
+    const Plan plan = make_plan(problem, query.device, Workspace::kDefaultBytes,
+                                backend.compute_capability(query.device.index));
     return {true, to_string(plan.kernel), ""};
   } catch (const MemoryError&) {
     throw;

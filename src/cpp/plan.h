@@ -18,6 +18,7 @@ enum class Kernel : std::uint8_t {
   cpu_prefill,
   cuda_decode_plain,
   cuda_prefill_plain,
+  cuda_prefill_sm90,
 };
 
 const char* to_string(Kernel kernel);
@@ -38,7 +39,16 @@ struct Plan {
       1;  ///< segments allowed by the rows of a sequence: segment_keys needs it
   std::int64_t sequence_bytes = 0;   ///< scratch of one sequence
   std::int64_t seqs_per_launch = 0;  ///< sequences whose scratch fits the workspace
+  std::int64_t counters_offset = 0;  ///< in the workspace's memory
 };
+
+/// Behind its own bytes a workspace has this many counters. They are zero between calls.
+constexpr std::int64_t kWorkspaceCounters = 1024;
+
+/// Where the counters of a workspace of `bytes` begin.
+constexpr std::int64_t workspace_counters_offset(std::int64_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
 
 /// Bytes of one partial result row: o, m and l, float32.
 TILEDATTN_HOST_DEVICE std::int64_t partial_row_bytes(std::int64_t head_dim_v) {
@@ -67,8 +77,10 @@ TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64
   return {begin, detail::min64(begin + keys, visible.end)};
 }
 
-/// Throws ValueError naming `workspace` when its bytes do not hold one sequence.
-Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes);
+/// Throws ValueError naming `workspace` when its bytes do not hold one sequence. The compute
+/// capability is 90 for 9.0; with 0 only the plain kernels are chosen.
+Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes,
+               int compute_capability = 0);
 
 /// Scratch that any decode call over `num_seqs` sequences with these sizes can use: what an object
 /// reserves.

@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "default_workspace.h"
+#include "plan.h"
 #include "tiledattn/error.h"
 
 namespace tiledattn {
@@ -16,7 +17,8 @@ Buffer::Buffer(Device device, std::int64_t bytes) : bytes_(bytes), device_(devic
 
 Workspace::Workspace(Device device, std::int64_t bytes) {
   if (bytes < 1) throw ValueError("nbytes: got " + std::to_string(bytes) + "; expected 1 or more");
-  buffer_ = Buffer(device, bytes);
+  bytes_ = bytes;
+  buffer_ = Buffer(device, workspace_counters_offset(bytes) + kWorkspaceCounters * 4);
 }
 
 std::unique_lock<std::mutex> Workspace::acquire(Stream stream) {

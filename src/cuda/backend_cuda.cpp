@@ -14,6 +14,7 @@
 
 #include "attend.h"
 #include "backend.h"
+#include "capability.h"
 #include "capture.h"
 #include "cuda_check.h"
 #include "device_guard.h"
@@ -61,6 +62,8 @@ class CudaBackend : public Backend {
     }
     return names[static_cast<std::size_t>(index)];
   }
+
+  int compute_capability(int index) const override { return cuda::compute_capability(index); }
 
   std::string build_description() const override {
     return std::to_string(CUDART_VERSION / 1000) + "." +

@@ -71,6 +71,21 @@ std::shared_ptr<void> own(const Block& block) {
   return std::shared_ptr<void>(block.address, [block](void*) { free_or_wait(block); });
 }
 
+/// Waits, on a stream of its own: others may be capturing.
+void fill_with_zeros(void* address, std::int64_t bytes) {
+  if (bytes <= 0) return;
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  cudaError_t status = cudaMemsetAsync(address, 0, static_cast<std::size_t>(bytes), stream);
+  const char* call = "cudaMemsetAsync";
+  if (status == cudaSuccess) {
+    call = "cudaStreamSynchronize";
+    status = cudaStreamSynchronize(stream);
+  }
+  (void)cudaStreamDestroy(stream);
+  check(status, call);
+}
+
 [[noreturn]] void throw_no_memory(const std::string& what, std::int64_t bytes, int device,
                                   cudaError_t status) {
   throw MemoryError("cuda:" + std::to_string(device) + ": " + std::to_string(bytes) + " bytes of " +
@@ -93,7 +108,9 @@ std::shared_ptr<void> allocate_device_memory(int device, std::int64_t bytes) {
     throw_no_memory("device memory", bytes, device, status);
   }
   check(status, "cudaMalloc");
-  return own({address, device, false});
+  std::shared_ptr<void> memory = own({address, device, false});
+  fill_with_zeros(address, bytes);
+  return memory;
 }
 
 std::shared_ptr<void> allocate_mapped_memory(int device, std::int64_t bytes) {

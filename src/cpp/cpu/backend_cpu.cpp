@@ -97,6 +97,7 @@ class CpuBackend final : public Backend {
   int device_count() const override { return 1; }
   std::string why_unavailable() const override { return ""; }
   std::string device_name(int) const override { return "CPU (" + cpu_isa() + ")"; }
+  int compute_capability(int) const override { return 0; }
   std::string build_description() const override { return cpu_isa(); }
 
   std::shared_ptr<void> allocate(int, std::int64_t bytes) const override {

@@ -15,7 +15,8 @@ namespace tiledattn {
 class TILEDATTN_API Buffer {
  public:
   Buffer() = default;
-  /// Throws MemoryError (naming device and bytes) when there is not enough; contents are undefined.
+  /// Throws MemoryError (naming device and bytes) when there is not enough. On a GPU the contents
+  /// are zero, on the CPU undefined.
   Buffer(Device device, std::int64_t bytes);
   void* data() const { return memory_.get(); }
   std::int64_t bytes() const { return bytes_; }
@@ -37,7 +38,8 @@ class TILEDATTN_API Workspace {
   explicit Workspace(Device device, std::int64_t bytes = kDefaultBytes);
   const Buffer& buffer() const { return buffer_; }
   Device device() const { return buffer_.device(); }
-  std::int64_t bytes() const { return buffer_.bytes(); }
+  /// As asked for. The buffer is a little larger: counters of the library stand behind.
+  std::int64_t bytes() const { return bytes_; }
 
   /// Hold this while a call uses the workspace; work on `stream` starts after that of the call
   /// before.
@@ -45,6 +47,7 @@ class TILEDATTN_API Workspace {
 
  private:
   Buffer buffer_;
+  std::int64_t bytes_ = 0;
   std::mutex mutex_;
   std::optional<Stream> last_;
 };

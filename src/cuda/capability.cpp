@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "capability.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "cuda_check.h"
+#include "tiledattn/error.h"
+
+namespace tiledattn::cuda {
+
+namespace {
+
+bool plain_kernels_wanted() {
+  const char* const text = std::getenv("TILEDATTN_CUDA_KERNELS");
+  if (text == nullptr || *text == 0 || std::string(text) == "best") return false;
+  if (std::string(text) == "plain") return true;
+  throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + std::string(text) +
+                   "'; expected best or plain");
+}
+
+int attribute(cudaDeviceAttr which, const char* name, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device),
+        std::string("cudaDeviceGetAttribute of ") + name);
+  return value;
+}
+
+}  // namespace
+
+int compute_capability(int device) {
+  if (plain_kernels_wanted()) return 0;
+  const int found =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, "ComputeCapabilityMajor", device) +
+      attribute(cudaDevAttrComputeCapabilityMinor, "ComputeCapabilityMinor", device);
+  // Built for other architectures, the kernels of sm_90a are empty.
+  const bool has_sm90a = std::string(TILEDATTN_CUDA_ARCHITECTURES).find("90a") != std::string::npos;
+  return found == 90 && !has_sm90a ? 80 : found;
+}
+
+int num_multiprocessors() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return attribute(cudaDevAttrMultiProcessorCount, "MultiProcessorCount", device);
+}
+
+}  // namespace tiledattn::cuda
