@@ -128,7 +128,7 @@ Support supports(const SupportQuery& query) {
     problem.num_kv_heads = query.num_kv_heads;
     problem.head_dim = query.head_dim;
     problem.head_dim_v = dims.value_dim();
-    problem.q.dtype = query.dtype;
+    problem.q.dtype = problem.out.dtype = query.dtype;
     // One block of a contiguous cache.
     problem.num_blocks = problem.table_width = 1;
     problem.block_size = query.block_size;
@@ -139,6 +139,11 @@ Support supports(const SupportQuery& query) {
     problem.q_len = prefill ? kMaxDecodeTokens + 1 : 1;
     problem.total_q = problem.q_len;
     problem.key_source = tiled ? KeySource::tiles : prefill ? KeySource::dense : KeySource::paged;
+    problem.total_q = problem.dense_kv_len = problem.q_len;
+    problem.q.token_stride = query.num_q_heads * query.head_dim;
+    problem.q.head_stride = query.head_dim;
+    problem.out.token_stride = query.num_q_heads * problem.head_dim_v;
+    problem.out.head_stride = problem.head_dim_v;
     const Plan plan = make_plan(problem, query.device, Workspace::kDefaultBytes,
                                 backend.compute_capability(query.device.index));
     return {true, to_string(plan.kernel), ""};

@@ -14,7 +14,6 @@ namespace {
 /// Before the partial results, scratch holds one int32 for each sequence, rounded up to this many
 /// bytes.
 constexpr std::int64_t kFlagAlignment = 256;
-/// The widest head of any GPU kernel.
 
 /// An upper bound of the keys that one sequence's query tokens see together.
 std::int64_t max_visible_keys(const AttentionProblem& p) {
@@ -52,20 +51,21 @@ bool is_decode(const AttentionProblem& p) {
   return p.state.m != nullptr || (!p.packed_q() && p.q_len <= kMaxDecodeTokens);
 }
 
-/// TMA reads the pool: 16-byte strides, boxes of 8 tokens within a block. Key numbers, blocks and
-/// sequences are 32-bit in the kernel.
-bool tma_pool(const AttentionProblem& p, const PoolView& pool, std::int64_t num_blocks,
-              std::int64_t block_size) {
-  constexpr std::int64_t kElements = 16 / 2;
+/// TMA moves boxes of the array [i, j, k, columns]: 16-byte aligned, as are the strides of all
+/// dimensions that have more than one element.
+bool fits_tma(const void* data, std::int64_t num_i, std::int64_t stride_i, std::int64_t num_j,
+              std::int64_t stride_j, std::int64_t num_k, std::int64_t stride_k) {
+  constexpr std::int64_t kElements = 8;  // 16 bytes
   constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;
   const auto fits = [](std::int64_t size, std::int64_t stride) {
     return size <= 1 || (stride > 0 && stride < kMaxStride && stride % kElements == 0);
   };
-  return reinterpret_cast<std::uintptr_t>(pool.data) % 16 == 0 &&
-         fits(num_blocks, pool.block_stride) && fits(block_size, pool.token_stride) &&
-         fits(p.num_kv_heads, pool.head_stride);
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && fits(num_i, stride_i) &&
+         fits(num_j, stride_j) && fits(num_k, stride_k);
 }
 
+/// The Hopper decode kernel: 16-bit types, boxes of 8 tokens or more within a block. Key numbers,
+/// blocks and sequences are 32-bit in the kernel.
 bool fits_decode_sm90(const AttentionProblem& p) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 30;
   if (p.total_q == 0 || p.num_q_heads == 0) return false;
@@ -79,8 +79,11 @@ bool fits_decode_sm90(const AttentionProblem& p) {
   const std::int64_t block_size = dense ? p.dense_kv_len : p.block_size;
   if (num_blocks < 1 || block_size < 1) return false;
   if (!dense && block_size % 8 != 0) return false;
-  if (!tma_pool(p, p.k, num_blocks, block_size) || !tma_pool(p, p.v, num_blocks, block_size))
-    return false;
+  const auto pool_fits = [&](const PoolView& pool) {
+    return fits_tma(pool.data, num_blocks, pool.block_stride, block_size, pool.token_stride,
+                    p.num_kv_heads, pool.head_stride);
+  };
+  if (!pool_fits(p.k) || !pool_fits(p.v)) return false;
   // Queries are read in pairs.
   if (reinterpret_cast<std::uintptr_t>(p.q.data) % 4 != 0 || p.q.seq_stride % 2 != 0 ||
       p.q.token_stride % 2 != 0 || p.q.head_stride % 2 != 0)
@@ -116,6 +119,42 @@ void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, P
   plan.counters_offset = workspace_counters_offset(workspace_bytes);
 }
 
+/// The Hopper prefill kernel: 16-bit types, dense or packed, whose arrays TMA can reach. Lengths,
+/// windows and numbers of tiles are 32-bit in the kernel.
+bool fits_prefill_sm90(const AttentionProblem& p) {
+  constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
+  constexpr std::int64_t kMaxTiles = std::int64_t{1} << 31;
+  constexpr std::int64_t kFewestRows = 64;  // of a tile
+  if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
+  const bool packed = p.packed_q();
+  if (p.key_source != (packed ? KeySource::packed : KeySource::dense)) return false;
+  if (p.kv_positions.given()) return false;
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;
+
+  const std::int64_t batch = packed ? 1 : p.num_seqs;
+  const std::int64_t q_rows = packed ? p.total_q : p.q_len;
+  const std::int64_t key_rows = packed ? p.total_k : p.dense_kv_len;
+  if (p.num_seqs < 1 || q_rows < 1 || key_rows < 1 || p.num_q_heads < 1) return false;
+  if (p.num_seqs >= kMaxLength || q_rows >= kMaxLength || key_rows >= kMaxLength ||
+      p.num_q_heads >= kMaxLength)
+    return false;
+  const double tiles = static_cast<double>(q_rows / kFewestRows + 1 + (packed ? p.num_seqs : 0)) *
+                       static_cast<double>(batch) * static_cast<double>(p.num_q_heads);
+  if (tiles >= static_cast<double>(kMaxTiles)) return false;
+
+  const auto keys_fit = [&](const PoolView& pool) {
+    return fits_tma(pool.data, batch, pool.block_stride, key_rows, pool.token_stride,
+                    p.num_kv_heads, pool.head_stride);
+  };
+  const OutputView& out = p.out;
+  const bool out_fits =
+      out.dtype == DType::float32 || fits_tma(out.data, batch, out.seq_stride, q_rows,
+                                              out.token_stride, p.num_q_heads, out.head_stride);
+  return keys_fit(p.k) && keys_fit(p.v) && out_fits &&
+         fits_tma(p.q.data, batch, p.q.seq_stride, q_rows, p.q.token_stride, p.num_q_heads,
+                  p.q.head_stride);
+}
+
 }  // namespace
 
 const char* to_string(Kernel kernel) {
@@ -130,6 +169,8 @@ const char* to_string(Kernel kernel) {
       return "cuda_prefill_plain";
     case Kernel::cuda_decode_sm90:
       return "cuda_decode_sm90";
+    case Kernel::cuda_prefill_sm90:
+      return "cuda_prefill_sm90";
   }
   return "unknown";
 }
@@ -141,6 +182,7 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
     plan_decode_sm90(p, workspace_bytes, plan);
     return plan;
   }
+  plan.counters_offset = workspace_counters_offset(workspace_bytes);
   if (is_decode(p)) {
     plan.kernel = device.is_cpu() ? Kernel::cpu_decode : Kernel::cuda_decode_plain;
     const std::int64_t rows = p.q_len * p.num_q_heads;
@@ -150,7 +192,9 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
     if (plan.max_segments > 1)
       plan.sequence_bytes = rows * plan.max_segments * partial_row_bytes(p.head_dim_v);
   } else {
-    plan.kernel = device.is_cpu() ? Kernel::cpu_prefill : Kernel::cuda_prefill_plain;
+    plan.kernel = device.is_cpu()                                    ? Kernel::cpu_prefill
+                  : compute_capability == 90 && fits_prefill_sm90(p) ? Kernel::cuda_prefill_sm90
+                                                                     : Kernel::cuda_prefill_plain;
   }
   const std::int64_t flag_bytes = 4;
   const std::int64_t fit = (workspace_bytes - kFlagAlignment) / (plan.sequence_bytes + flag_bytes);

@@ -19,6 +19,7 @@ enum class Kernel : std::uint8_t {
   cuda_decode_plain,
   cuda_prefill_plain,
   cuda_decode_sm90,
+  cuda_prefill_sm90,
 };
 
 const char* to_string(Kernel kernel);

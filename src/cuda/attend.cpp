@@ -46,11 +46,13 @@ bool vector_rows(const PoolView& pool, std::int64_t dim, DType dtype) {
          fits(pool.block_stride) && fits(pool.token_stride) && fits(pool.head_stride);
 }
 
-void launch_group(const AttendParams& params, Kernel kernel, cudaStream_t stream) {
+void launch_group(const AttendParams& params, Kernel kernel, std::int32_t* counters,
+                  cudaStream_t stream) {
   const AttentionProblem& p = params.problem;
   if (params.flags != nullptr) validate(params, stream);
   if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
   if (params.num_seqs == 0 || p.total_q == 0) return;
+  if (kernel == Kernel::cuda_prefill_sm90) return launch_prefill_sm90(params, counters, stream);
   with_element_type(p.q.dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
@@ -65,7 +67,8 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
   if (problem.num_q_heads == 0) return;
   if (plan.kernel == Kernel::cuda_decode_sm90)
     return launch_decode_sm90(problem, plan, scratch, stream);
-  if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain) {
+  if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain &&
+      plan.kernel != Kernel::cuda_prefill_sm90) {
     throw Error(std::string("plan: kernel ") + to_string(plan.kernel) +
                 " is not one of the CUDA backend");
   }
@@ -87,11 +90,13 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
     params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flag_bytes);
     params.partial_seq_stride = plan.sequence_bytes / 4;
   }
+  std::int32_t* const counters =
+      reinterpret_cast<std::int32_t*>(static_cast<char*>(scratch) + plan.counters_offset);
   std::int64_t first = 0;
   do {
     params.first_seq = first;
     params.num_seqs = std::min(group, problem.num_seqs - first);
-    launch_group(params, plan.kernel, stream);
+    launch_group(params, plan.kernel, counters, stream);
     first += group;
   } while (first < problem.num_seqs);
 }

@@ -23,6 +23,26 @@ AttentionProblem paged(std::int64_t num_seqs, std::int64_t q_len, std::int64_t n
   return p;
 }
 
+/// [batch, tokens, heads, columns], contiguous.
+AttentionProblem dense(std::int64_t batch, std::int64_t tokens, std::int64_t head_dim) {
+  AttentionProblem p = paged(batch, tokens, 0);
+  p.key_source = KeySource::dense;
+  p.table_width = p.block_size = 0;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.dense_kv_len = tokens;
+  p.q.dtype = p.out.dtype = DType::bfloat16;
+  p.q.head_stride = p.out.head_stride = p.k.head_stride = p.v.head_stride = head_dim;
+  p.q.token_stride = p.out.token_stride = p.num_q_heads * head_dim;
+  p.k.token_stride = p.v.token_stride = p.num_kv_heads * head_dim;
+  p.q.seq_stride = p.out.seq_stride = tokens * p.q.token_stride;
+  p.k.block_stride = p.v.block_stride = tokens * p.k.token_stride;
+  return p;
+}
+
+Kernel kernel_on(int compute_capability, const AttentionProblem& p) {
+  return make_plan(p, {DeviceKind::cuda, 0}, Workspace::kDefaultBytes, compute_capability).kernel;
+}
+
 constexpr std::int64_t kBytes = Workspace::kDefaultBytes;
 
 }  // namespace
@@ -149,8 +169,9 @@ TEST(kernels_by_query_length_and_device) {
   CHECK(make_plan(paged(1, kMaxDecodeTokens + 1, 100), {}, kBytes).kernel == Kernel::cpu_prefill);
   CHECK(make_plan(paged(1, 1, 100), gpu, kBytes).kernel == Kernel::cuda_decode_plain);
   CHECK(make_plan(paged(1, 100, 100), gpu, kBytes).kernel == Kernel::cuda_prefill_plain);
-  for (const Kernel kernel : {Kernel::cpu_decode, Kernel::cpu_prefill, Kernel::cuda_decode_plain,
-                              Kernel::cuda_prefill_plain, Kernel::cuda_decode_sm90}) {
+  for (const Kernel kernel :
+       {Kernel::cpu_decode, Kernel::cpu_prefill, Kernel::cuda_decode_plain,
+        Kernel::cuda_prefill_plain, Kernel::cuda_decode_sm90, Kernel::cuda_prefill_sm90}) {
     CHECK(std::string(to_string(kernel)) != "unknown");
   }
 }
@@ -170,22 +191,18 @@ AttentionProblem paged_for_sm90() {
   return p;
 }
 
-Kernel kernel_for(const AttentionProblem& p, int compute_capability = 90) {
-  return make_plan(p, kGpu, kBytes, compute_capability).kernel;
-}
-
 }  // namespace
 
 TEST(the_hopper_kernel_by_shape) {
-  CHECK(kernel_for(paged_for_sm90()) == Kernel::cuda_decode_sm90);
+  CHECK(kernel_on(90, paged_for_sm90()) == Kernel::cuda_decode_sm90);
   for (const int capability : {0, 80, 89, 100, 120})
-    CHECK(kernel_for(paged_for_sm90(), capability) == Kernel::cuda_decode_plain);
+    CHECK(kernel_on(capability, paged_for_sm90()) == Kernel::cuda_decode_plain);
   CHECK(make_plan(paged_for_sm90(), {}, kBytes, 90).kernel == Kernel::cpu_decode);
 
   const auto with = [](auto change) {
     AttentionProblem p = paged_for_sm90();
     change(p);
-    return kernel_for(p);
+    return kernel_on(90, p);
   };
   CHECK(with([](auto& p) { p.q_len = 16; }) == Kernel::cuda_decode_sm90);
   CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_plain);
@@ -230,4 +247,47 @@ TEST(an_object_reserves_a_slot_for_each_of_its_calls) {
       }
     }
   }
+}
+
+TEST(hopper_prefill_where_tma_reaches_every_array) {
+  const AttentionProblem good = dense(2, 100, 128);
+  CHECK(kernel_on(90, good) == Kernel::cuda_prefill_sm90);
+  CHECK(kernel_on(0, good) == Kernel::cuda_prefill_plain);
+  CHECK(kernel_on(80, good) == Kernel::cuda_prefill_plain);
+  CHECK(kernel_on(100, good) == Kernel::cuda_prefill_plain);
+  CHECK(kernel_on(90, dense(2, kMaxDecodeTokens, 128)) != Kernel::cuda_prefill_sm90);
+  CHECK(make_plan(good, {}, kBytes, 0).kernel == Kernel::cpu_prefill);
+
+  const auto plain = [&](auto&& change) {
+    AttentionProblem p = good;
+    change(p);
+    return kernel_on(90, p) == Kernel::cuda_prefill_plain;
+  };
+  using P = AttentionProblem;
+  CHECK(plain([](P& p) { p.q.dtype = p.out.dtype = DType::float32; }));
+  CHECK(plain([](P& p) { p.head_dim = 100; }));
+  CHECK(plain([](P& p) { p.head_dim_v = 4; }));
+  CHECK(plain([](P& p) { p.dense_kv_len = 0; }));
+  CHECK(plain([](P& p) { p.dense_kv_len = std::int64_t{1} << 29; }));
+  CHECK(plain([](P& p) { p.num_q_heads = p.num_kv_heads = std::int64_t{1} << 29; }));
+  CHECK(plain([](P& p) { p.num_seqs = std::int64_t{1} << 26; }));  // too many tiles
+  CHECK(plain([](P& p) { p.q.token_stride += 4; }));
+  CHECK(plain([](P& p) { p.k.head_stride = 0; }));
+  CHECK(plain([](P& p) { p.v.block_stride = -p.v.block_stride; }));
+  CHECK(plain([](P& p) { p.k.data = reinterpret_cast<const void*>(8); }));
+  CHECK(plain([](P& p) { p.out.head_stride = 1; }));
+  CHECK(plain([](P& p) { p.key_source = KeySource::paged; }));
+}
+
+TEST(hopper_prefill_ignores_strides_that_are_never_used) {
+  AttentionProblem p = dense(1, 100, 128);
+  p.q.seq_stride = p.k.block_stride = p.v.block_stride = p.out.seq_stride = 3;
+  CHECK(kernel_on(90, p) == Kernel::cuda_prefill_sm90);
+  p.num_kv_heads = 1;
+  p.k.head_stride = p.v.head_stride = 0;
+  CHECK(kernel_on(90, p) == Kernel::cuda_prefill_sm90);
+  // A float32 result does not go through TMA.
+  p.out.dtype = DType::float32;
+  p.out.token_stride = 4097;
+  CHECK(kernel_on(90, p) == Kernel::cuda_prefill_sm90);
 }

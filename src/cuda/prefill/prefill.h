@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "common/attend_params.h"
 
 namespace tiledattn::cuda {
@@ -12,6 +14,9 @@ namespace tiledattn::cuda {
 /// T is the element type of q, K and V. Instantiated in inst/.
 template <typename T>
 void launch_prefill_plain(const AttendParams& params, cudaStream_t stream);
+
+/// float16 and bfloat16 on Hopper, where the plan says so. counters: two, zero before and after.
+void launch_prefill_sm90(const AttendParams& params, std::int32_t* counters, cudaStream_t stream);
 
 /// Packed q: turns params.flags into the number of row tiles (of `tile_rows` rows) up to and with
 /// each sequence.

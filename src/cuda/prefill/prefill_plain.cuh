@@ -13,24 +13,9 @@
 #include "common/launch.cuh"
 #include "common/with_dim.h"
 #include "prefill/prefill.h"
+#include "prefill/row_tiles.cuh"
 
 namespace tiledattn::cuda {
-
-/// The sequence of the launch that holds a tile: the first with `ends[i]` > tile.
-__device__ inline std::int64_t find_sequence(const std::int32_t* ends, std::int64_t count,
-                                             std::int64_t tile) {
-  std::int64_t low = 0;
-  std::int64_t high = count;
-  while (low < high) {
-    const std::int64_t middle = (low + high) / 2;
-    if (ends[middle] <= tile) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 /// Row tile number `work`; without rows where the sequence is faulty. seq_tiles: of each sequence,
 /// where q is not packed.

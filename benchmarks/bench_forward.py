@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill attention on one GPU against other libraries, in TFLOP/s.
+
+    python benchmarks/bench_forward.py                                        # print a table
+    python benchmarks/bench_forward.py --out benchmarks/results/forward.json  # and keep it
+    python benchmarks/bench_forward.py --cells d128 --contestants tiledattn,torch-cudnn
+
+A GPU at its power limit changes its clock all the time, so only neighbours in time can be compared: after a
+pre-heat every cell times its contestants in slices of some milliseconds, in a new random order each round; a
+contestant's figure is its median over the rounds. Each output is compared with float64 first. FLOP are
+4 * B * Hq * Sq * Sk * D, half of that for causal. Needs torch; libraries that are not installed are named
+and skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import json
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tiledattn as ta
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape; q has as many tokens as there are keys."""
+
+    head_dim: int
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    tokens: int
+    causal: bool
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """Short and unique."""
+        heads = (
+            f"{self.num_q_heads}"
+            if self.num_q_heads == self.num_kv_heads
+            else (f"{self.num_q_heads}/{self.num_kv_heads}")
+        )
+        kind = "causal" if self.causal else "full"
+        half = "_fp16" if self.dtype == "float16" else ""
+        return f"d{self.head_dim}_{kind}_{self.batch}x{heads}x{self.tokens}{half}"
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations that have to be done."""
+        full = 4.0 * self.batch * self.num_q_heads * self.tokens**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+
+def all_cells() -> list[Cell]:
+    """16k tokens in all, hidden size 2048; GQA; float16; small sequences."""
+    cells = []
+    for head_dim, heads in ((128, 16), (64, 32), (256, 8)):
+        for tokens in (512, 1024, 2048, 4096, 8192, 16384):
+            for causal in (False, True):
+                cells.append(Cell(head_dim, 16384 // tokens, heads, heads, tokens, causal))
+    cells.append(Cell(128, 1, 32, 8, 8192, True))
+    cells.append(Cell(128, 2, 16, 16, 8192, False, "float16"))
+    for head_dim in (64, 128):
+        for tokens in (64, 128, 256):
+            for causal in (False, True):
+                cells.append(Cell(head_dim, 256, 16, 16, tokens, causal))
+    return cells
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a cell, ``[batch, tokens, heads, head_dim]``."""
+
+    cell: Cell
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_inputs(cell: Cell) -> Inputs:
+    """Normal random numbers: constant ones would draw less power and look faster."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int) -> torch.Tensor:
+        shape = (cell.batch, cell.tokens, heads, cell.head_dim)
+        return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, cell.dtype))
+
+    return Inputs(cell, normal(cell.num_q_heads), normal(cell.num_kv_heads), normal(cell.num_kv_heads))
+
+
+def tiledattn(inputs: Inputs) -> Run:
+    """This library."""
+    out = torch.empty_like(inputs.q)
+    q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.cell.causal
+    return lambda: ta.flash_attention(q, k, v, causal=causal, out=out)
+
+
+def _sdpa(inputs: Inputs, backend: SDPBackend) -> Run:
+    cell = inputs.cell
+    # Heads first, contiguous: the layout that torch's own kernels like best.
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+    gqa = cell.num_q_heads != cell.num_kv_heads
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=cell.causal, enable_gqa=gqa
+            )
+        return out.transpose(1, 2)
+
+    return run
+
+
+def torch_cudnn(inputs: Inputs) -> Run:
+    """torch's scaled_dot_product_attention, cuDNN."""
+    return _sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
+
+
+def torch_flash(inputs: Inputs) -> Run:
+    """torch's scaled_dot_product_attention, its copy of FlashAttention-2."""
+    return _sdpa(inputs, SDPBackend.FLASH_ATTENTION)
+
+
+def flash_attention_3(inputs: Inputs) -> Run:
+    """FlashAttention-3."""
+    from flash_attn_interface import flash_attn_func
+
+    causal = inputs.cell.causal
+
+    def run() -> torch.Tensor:
+        out = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+CONTESTANTS: dict[str, Callable[[Inputs], Run]] = {
+    "tiledattn": tiledattn,
+    "torch-cudnn": torch_cudnn,
+    "torch-flash": torch_flash,
+    "flash-attn-3": flash_attention_3,
+}
+
+
+def reference(inputs: Inputs, batch: int, head: int) -> torch.Tensor:
+    """float64 attention of one head; float32 where that would take too long."""
+    cell = inputs.cell
+    wide = torch.float64 if cell.tokens <= 4096 else torch.float32
+    kv_head = head * cell.num_kv_heads // cell.num_q_heads
+    q = inputs.q[batch, :, head].to(wide)
+    k, v = (x[batch, :, kv_head].to(wide) for x in (inputs.k, inputs.v))
+    scores = q @ k.T * cell.head_dim**-0.5
+    if cell.causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def relative_error(inputs: Inputs, out: torch.Tensor) -> float:
+    """Against the reference, over the first and the last head."""
+    cell, wrong, size = inputs.cell, 0.0, 0.0
+    for batch, head in {(0, 0), (cell.batch - 1, cell.num_q_heads - 1)}:
+        want = reference(inputs, batch, head).double()
+        wrong += (out[batch, :, head].double() - want).square().sum().item()
+        size += want.square().sum().item()
+    return (wrong / size) ** 0.5
+
+
+def seconds(run: Run, calls: int) -> float:
+    """Time of one call among ``calls``."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3 / calls
+
+
+def graph_of(run: Run) -> Run:
+    """The call in a CUDA graph, so that short ones are not timed by their Python part."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(GRAPH_CALLS):
+            run()
+
+    def replay(arrays_of: Run = run) -> None:  # whose arrays must live as long as the graph
+        graph.replay()
+
+    return replay
+
+
+GRAPH_CALLS = 8
+SHORT_S = 500e-6  # calls below this are timed as graphs
+
+
+def preheat(duration_s: float) -> None:
+    """Bring the GPU to the clock that it holds under load."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end:
+        for _ in range(8):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def measure(cell: Cell, names: list[str], rounds: int, slice_s: float) -> dict:
+    """All contestants of one cell."""
+    inputs = make_inputs(cell)
+    bound = {"bfloat16": 5e-3, "float16": 1e-3}[cell.dtype]
+    runs, errors, skipped, per_slice = {}, {}, {}, {}
+    for name in names:
+        try:
+            run = CONTESTANTS[name](inputs)
+            errors[name] = relative_error(inputs, run())
+            if not errors[name] <= bound:
+                skipped[name] = f"wrong: relative error {errors[name]:.2e}"
+                continue
+            once, calls = seconds(run, 3), 1
+            if once < SHORT_S:
+                run, calls = graph_of(run), GRAPH_CALLS
+                run()
+                once = seconds(run, 3)
+            runs[name] = (run, calls)
+            per_slice[name] = max(2, round(slice_s / once))
+        except Exception as error:  # a library that refuses a shape must not end the run
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            run, calls = runs[name]
+            rates[name].append(cell.flop * calls / seconds(run, per_slice[name]) / 1e12)
+    return {
+        "cell": asdict(cell) | {"name": cell.name},
+        "tflops": {
+            name: {"median": round(statistics.median(x), 1), "min": round(min(x), 1), "max": round(max(x), 1)}
+            for name, x in rates.items()
+        },
+        "relative_error": {name: float(f"{x:.3g}") for name, x in errors.items()},
+        "skipped": skipped,
+    }
+
+
+def row(result: dict, names: list[str]) -> str:
+    """One line of the table; the last column is this library over the best of the others."""
+    tflops = {name: x["median"] for name, x in result["tflops"].items()}
+    others = [x for name, x in tflops.items() if name != "tiledattn"]
+    ratio = f"{tflops['tiledattn'] / max(others):.2f}" if others and "tiledattn" in tflops else "-"
+    figures = "".join(f"{tflops[name]:>14.0f}" if name in tflops else f"{'-':>14}" for name in names)
+    return f"{result['cell']['name']:<28}{figures}{ratio:>8}"
+
+
+def machine() -> dict:
+    """What the figures depend on."""
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "tiledattn": ta.info()["cuda"],
+        "version": ta.__version__,
+    }
+    for name in ("tokenspeed_fa3", "flash_attn_3"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--cells", default="", help="comma-separated; a cell is timed if its name holds one")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slice-ms", type=float, default=30.0)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="start no cell after this long")
+    args = parser.parse_args()
+    command = [
+        "benchmarks/results/" + x.rsplit("/", 1)[-1] if x.endswith(".json") else x for x in sys.argv[1:]
+    ]
+    if not torch.cuda.is_available():
+        print("bench_forward: needs a CUDA GPU")
+        return 2
+    names = args.contestants.split(",")
+    wanted = args.cells.split(",")
+    cells = [cell for cell in all_cells() if any(word in cell.name for word in wanted)]
+    begin, results, left_out = time.monotonic(), [], []
+    preheat(1.5)
+    print(f"{'TFLOP/s':<28}" + "".join(f"{name:>14}" for name in names) + f"{'ratio':>8}", flush=True)
+    for cell in cells:
+        if time.monotonic() - begin > args.limit_s:
+            left_out.append(cell.name)
+            continue
+        results.append(measure(cell, names, args.rounds, args.slice_ms * 1e-3))
+        print(row(results[-1], names), flush=True)
+        for name, why in results[-1]["skipped"].items():
+            print(f"    {name}: {why}", flush=True)
+    if left_out:
+        print(f"not timed for lack of time: {', '.join(left_out)}")
+    if args.out:
+        report = {
+            "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+            "command": "python benchmarks/bench_forward.py " + shlex.join(command),
+            "machine": machine(),
+            "results": results,
+            "not_timed": left_out,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Work of the Hopper prefill kernel: tiles of query rows of one head, each with the keys that its
+// rows see.
+//
+// Keys are counted from the first one that any token of the sequence sees, and cut into tiles from
+// there: what lies before is never read. So a row's bits depend on its own sequence alone.
+#pragma once
+
+#include <cstdint>
+
+#include "prefill/prefill_sm90_config.h"
+#include "prefill/row_tiles.cuh"
+#include "problem.h"
+
+namespace tiledattn::cuda {
+
+/// One tile of rows, as the producer finds it and hands it to the consumers.
+struct WorkTile {
+  static constexpr std::int32_t kNone = -1;   ///< no more work
+  static constexpr std::int32_t kPause = -2;  ///< perhaps no more: nothing to do here
+
+  std::int32_t head = kNone;  ///< of q, or what there is instead
+  std::int32_t kv_head = 0;
+  std::int32_t batch = 0;     ///< index of the outermost dimension of all arrays; 0 where packed
+  std::int32_t q_row = 0;     ///< of the first row in q, out and lse
+  std::int32_t num_rows = 0;  ///< of the sequence from there on; may be more than the tile's
+  std::int32_t key_row = 0;   ///< of key 0 in K and V
+  std::int32_t num_keys = 0;  ///< of the sequence
+  /// Row r of the tile sees keys max(0, see_begin + r) .. min(num_keys, see_end + r) - 1.
+  std::int32_t see_begin = 0;
+  std::int32_t see_end = 0;
+  // Tiles of keys, from the last to the first: begin <= full_begin <= full_end <= end.
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+  std::int32_t full_begin = 0;  ///< every row sees all keys of tiles full_begin .. full_end - 1
+  std::int32_t full_end = 0;
+
+  /// The second time around, for rows with huge scores: no step takes the short way.
+  bool again = false;
+  bool needs_clearing = false;  ///< values of the last tile of keys reach into another sequence's
+
+  __device__ bool none() const { return head == kNone; }
+  __device__ bool pause() const { return head == kPause; }
+  __device__ bool has_keys() const { return begin < end; }
+  __device__ void repeat() {
+    full_begin = full_end = begin;
+    again = true;
+  }
+};
+
+/// Rows first_row .. of a sequence: positions and key tiles.
+template <typename Config>
+__device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params& params,
+                                         std::int32_t first_row, std::int32_t q_len,
+                                         std::int32_t kv_len) {
+  const std::int32_t position = kv_len - q_len;
+  const std::int32_t first_key = max(0, position - params.window_left);
+  tile.num_rows = q_len - first_row;
+  tile.key_row += first_key;
+  tile.num_keys = kv_len - first_key;
+  tile.see_begin = position + first_row - params.window_left - first_key;
+  tile.see_end = position + first_row + params.window_right + 1 - first_key;
+
+  constexpr std::int32_t kKeys = Config::kKeys;
+  const std::int32_t last_row = min(Config::kRows, tile.num_rows) - 1;
+  const std::int32_t first_seen = max(0, tile.see_begin);
+  const std::int32_t end_seen = min(tile.num_keys, tile.see_end + last_row);
+  if (end_seen <= first_seen) return;  // no row sees a key: no tiles of keys
+  tile.begin = first_seen / kKeys;
+  tile.end = (end_seen + kKeys - 1) / kKeys;
+  tile.needs_clearing = params.attend.problem.packed_q() && tile.num_keys < tile.end * kKeys;
+  const std::int32_t all_from = max(0, tile.see_begin + Config::kRows - 1);
+  // One less than they could be: every row then has a maximum before the first tile without masks.
+  const std::int32_t all_to = max(0, min(tile.num_keys, tile.see_end - 1));
+  tile.full_end = max(tile.begin, all_to / kKeys);
+  tile.full_begin = min(max(tile.begin, (all_from + kKeys - 1) / kKeys), tile.full_end);
+}
+
+/// Dense: heads go in sections, and within a section the tiles with most keys first, all heads of
+/// them side by side.
+template <typename Config>
+__device__ __forceinline__ WorkTile dense_work(const PrefillSm90Params& params,
+                                               std::int32_t index) {
+  const AttentionProblem& p = params.attend.problem;
+  WorkTile tile;
+  if (index >= params.num_tiles) return tile;
+  const std::int32_t num_q_heads = params.num_q_heads;
+  const std::int32_t num_heads = static_cast<std::int32_t>(params.attend.num_seqs) * num_q_heads;
+  const std::int32_t section_tiles = params.section_heads * params.tiles_per_head;
+  const std::int32_t section = index / section_tiles;
+  const std::int32_t rest = index - section * section_tiles;
+  const std::int32_t first_head = section * params.section_heads;
+  const std::int32_t heads = min(params.section_heads, num_heads - first_head);
+  const std::int32_t place = rest / heads;
+  const std::int32_t head = first_head + rest - place * heads;  // counted over the batch
+  tile.batch = static_cast<std::int32_t>(params.attend.first_seq) + head / num_q_heads;
+  tile.head = head % num_q_heads;
+  const std::int32_t first_row = (params.tiles_per_head - 1 - place) * Config::kRows;
+  tile.q_row = first_row;
+  set_rows<Config>(tile, params, first_row, static_cast<std::int32_t>(p.q_len),
+                   static_cast<std::int32_t>(p.dense_kv_len));
+  return tile;
+}
+
+/// Packed: sequence by sequence, its last rows first, all heads side by side. params.flags holds
+/// the number of row tiles up to and with each sequence.
+template <typename Config>
+__device__ __forceinline__ WorkTile packed_work(const PrefillSm90Params& params,
+                                                std::int32_t index) {
+  const AttentionProblem& p = params.attend.problem;
+  const std::int32_t* const ends = params.attend.flags;
+  const std::int32_t num_seqs = static_cast<std::int32_t>(params.attend.num_seqs);
+  const std::int32_t num_q_heads = params.num_q_heads;
+  WorkTile tile;
+  const std::int32_t row_tile = index / num_q_heads;
+  if (row_tile >= ends[num_seqs - 1]) return tile;
+  const std::int32_t i = find_sequence(ends, num_seqs, row_tile);
+  tile.head = index - row_tile * num_q_heads;
+  const std::int32_t first_row = (ends[i] - 1 - row_tile) * Config::kRows;
+  const std::int32_t q_begin = static_cast<std::int32_t>(p.cu_seqlens_q.at(i));
+  tile.q_row = q_begin + first_row;
+  tile.key_row = static_cast<std::int32_t>(p.cu_seqlens_k.at(i));
+  set_rows<Config>(tile, params, first_row,
+                   static_cast<std::int32_t>(p.cu_seqlens_q.at(i + 1)) - q_begin,
+                   static_cast<std::int32_t>(p.cu_seqlens_k.at(i + 1)) - tile.key_row);
+  return tile;
+}
+
+template <typename Config>
+__device__ __forceinline__ WorkTile find_work(const PrefillSm90Params& params, std::int32_t index) {
+  const AttentionProblem& p = params.attend.problem;
+  WorkTile tile =
+      p.packed_q() ? packed_work<Config>(params, index) : dense_work<Config>(params, index);
+  tile.kv_head = tile.head / params.gqa_ratio;
+  return tile;
+}
+
+}  // namespace tiledattn::cuda
