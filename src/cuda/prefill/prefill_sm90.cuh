@@ -519,7 +519,7 @@ class Consumer {
                              p.sinks == nullptr ? nullptr : p.sinks + work.head);
       factor[r] = result.sum == 0.0f ? 0.0f : rows.owed[r] * __fdividef(result.scale, result.sum);
       if (p.out.lse != nullptr && lane() % 4 == 0 && rows_left > 8 * r) {
-        p.out.lse[lse_offset(p.out, work.batch, work.q_row + row_ + 8 * r, work.head)] = result.lse;
+        p.out.lse[p.out.lse_offset(work.batch, work.q_row + row_ + 8 * r, work.head)] = result.lse;
       }
     }
     scale_output(out, factor);
@@ -541,7 +541,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r) {
       if (rows_left <= 8 * r) continue;
       float* const to = static_cast<float*>(p.out.data) +
-                        out_offset(p.out, work.batch, work.q_row + row_ + 8 * r, work.head);
+                        p.out.row_offset(work.batch, work.q_row + row_ + 8 * r, work.head);
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
         const int column = 8 * j + lane() % 4 * 2;  // head_dim_v is even
@@ -564,7 +564,7 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       T* const to = static_cast<T*>(p.out.data) +
-                    out_offset(p.out, work.batch, work.q_row + row_ + 8 * r, work.head);
+                    p.out.row_offset(work.batch, work.q_row + row_ + 8 * r, work.head);
 #pragma unroll
       for (int block = 0; block < kOutputs / 16; ++block) {
         std::uint32_t pair[4];  // [i]: columns 8i + 2 * quarter of the block
@@ -652,7 +652,7 @@ class Consumer {
       const T* const from =
           slabs + (piece / 8 * Config::kRows + row) * kSlabColumns + (piece % 8 ^ row % 8) * kItems;
       const std::int64_t at =
-          out_offset(p.out, work.batch, work.q_row + index_ * kWgmmaRows + row, work.head);
+          p.out.row_offset(work.batch, work.q_row + index_ * kWgmmaRows + row, work.head);
       *reinterpret_cast<uint4*>(to + at + piece * kItems) = *reinterpret_cast<const uint4*>(from);
     }
   }
