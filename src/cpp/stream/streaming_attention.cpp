@@ -172,8 +172,9 @@ struct StreamingAttention::Impl {
     table.give(tile, device, false);
     const StepShape step{num_seqs, false, 0, DType::float32};
     const AttentionProblem problem = check_step_tile(dims, {}, device, step, tile);
-    check_finalize(dims, device, {num_seqs, true, problem.q_len, problem.q.dtype}, args.out,
-                   args.lse);
+    const bool has_tokens = args.q.rank == 4;
+    check_finalize(dims, device, {num_seqs, true, problem.q_len, problem.q.dtype, has_tokens},
+                   args.out, args.lse);
     return problem.q_len;
   }
 
