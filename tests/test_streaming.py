@@ -742,6 +742,19 @@ def test_side_streams_and_unpinned_memory(gpu):
 
 
 @pytest.mark.gpu
+def test_memory_stays_pinned_for_the_last_of_its_pools(gpu):
+    data = LONG.make("float32")
+    want = tiles_by_hand(gpu, data, TILE, 5)
+    pools = np.array(data.k_pool), np.array(data.v_pool)
+    streaming = make_streaming(gpu, data)
+    for _ in range(2):
+        sequences = sequences_of(data, ta.PoolSource(*pools))  # the former one goes after this one is made
+        compare.same_bits(attend(gpu, streaming, data, sequences), want)
+        gc.collect()
+    compare.same_bits(attend(gpu, streaming, data, sequences), want)
+
+
+@pytest.mark.gpu
 def test_a_large_pool_in_pinned_pieces(gpu):
     """More than the GiB that is pinned at once: copies stop where one piece does."""
     num_blocks = 2200
