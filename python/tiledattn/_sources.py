@@ -265,7 +265,7 @@ class PoolSource:
         return f"PoolSource(name={self.name!r}, num_blocks={self.num_blocks}, residency={self.residency!r})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KvPart:
     """Blocks of one source that hold keys of one sequence, in the order of the sequence.
 

@@ -150,7 +150,8 @@ class StreamingAttention:
     ) -> Any:
         """Attend to all keys of the sequences.
 
-        Returns when the sources are no longer read; on a GPU the result is ready in the order of the stream.
+        Returns when the sources are no longer read, but for what is prefetched; on a GPU the result is ready
+        in the order of the stream.
 
         Parameters
         ----------

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources that raise, stall, return short or are pinned: what an error says, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import calls
+import compare
+import pytest
+import tiledattn as ta
+from streamed import (
+    LONG,
+    TILE,
+    GoneError,
+    ReadSource,
+    attend,
+    fail_at,
+    make_streaming,
+    sequences_of,
+    small,
+    tiles_by_hand,
+)
+
+
+def test_an_error_of_a_source_comes_with_its_cause(device):
+    data, source, streaming, sequences = small(device)
+    source.before_read = fail_at(data.block_table[3][7], GoneError("the disk"))
+    with pytest.raises(ta.TileError, match="the disk") as raised:
+        attend(device, streaming, data, sequences)
+    error = raised.value
+    assert isinstance(error, OSError)
+    assert isinstance(error.__cause__, GoneError)
+    wanted = 3 * source.geometry.block_bytes
+    assert str(error) == (
+        f"source 'bytes', tile of 3 blocks at position 24 of sequence 3: wanted {wanted} bytes, "
+        "got GoneError: the disk"
+    )
+    assert (error.source, error.sequence, error.position, error.num_blocks) == ("bytes", 3, 24, 3)
+    assert (error.wanted_bytes, error.got_bytes) == (wanted, None)
+
+
+@pytest.mark.parametrize("by", [1, 4096, -8])
+def test_a_count_that_is_not_the_buffers_is_an_error(device, by):
+    data, source, streaming, sequences = small(device)
+    source.short_by = by
+    with pytest.raises(ta.TileError, match=r"wanted \d+ bytes, got \d+") as raised:
+        attend(device, streaming, data, sequences)
+    assert raised.value.got_bytes == raised.value.wanted_bytes - by
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize("result", [None, True, 1.5, "all"])
+def test_a_read_returns_a_number_of_bytes(cpu, result):
+    data, source, streaming, sequences = small(cpu)
+    source.read = lambda blocks, buffer: result
+    with pytest.raises(ta.TileError, match="not the number of bytes"):
+        attend(cpu, streaming, data, sequences)
+
+
+@pytest.mark.parametrize("kind", ["raises", "short"])
+def test_a_failed_tile_leaves_everything_as_it_was(device, kind):
+    data, source, streaming, sequences = small(device)
+    before = streaming.attend(device.array(data.q), sequences, return_state=True).state
+    packed = before.pack()
+    out, lse = device.full(data.q.shape, 7.0, "float32"), device.full(data.q.shape[:-1], 7.0, "float32")
+    if kind == "raises":
+        source.before_read = fail_at(data.block_table[0][20], GoneError())
+    else:
+        source.short_by = 1
+    for _ in range(3):
+        with pytest.raises(ta.TileError):
+            streaming.attend(device.array(data.q), sequences, state=before, out=out, lse=lse)
+    assert before.pack() == packed
+    assert (device.numpy(out) == 7.0).all()
+    assert (device.numpy(lse) == 7.0).all()
+    source.before_read, source.short_by = lambda blocks: None, 0
+    got = attend(device, streaming, data, sequences)
+    compare.same_bits(got, tiles_by_hand(device, data, TILE, 5))
+
+
+def test_what_is_missing_can_follow(device):
+    data, source, streaming, sequences = small(device)
+    bad = (data.block_table[0][4], data.block_table[3][18])
+    source.before_read = lambda blocks: [fail_at(block, GoneError("x"))(blocks) for block in bad]
+    partial = streaming.attend(device.array(data.q), sequences, on_error="partial", return_lse=True)
+    assert not partial.complete
+    assert partial.out is None
+    assert partial.lse is None
+    assert [len(sequence.parts) for sequence in partial.missing] == [1, 0, 0, 1, 0]
+    assert [(error.sequence, error.position) for error in partial.errors] == [(0, 12), (3, 72)]
+    assert partial.missing[3].parts[0].position == 72
+    other = ReadSource(data.k_pool, data.v_pool)
+    rest = [
+        ta.StreamSequence(s.length, [ta.KvPart(other, p.blocks, p.position) for p in s.parts])
+        for s in partial.missing
+    ]
+    result = streaming.attend(
+        device.array(data.q), rest, state=partial.state, on_error="partial", return_lse=True
+    )
+    assert result.complete
+    assert result.missing == ()
+    got = device.numpy(result.out), device.numpy(result.lse)
+    compare.result_close(got, calls.want_paged(data), "float32")
+
+
+def test_a_slow_source_is_waited_for(device):
+    data, source, streaming, sequences = small(device)
+    source.before_read = lambda blocks: time.sleep(0.003 * (int(blocks[0]) % 3))
+    got = attend(device, streaming, data, sequences)
+    compare.same_bits(got, tiles_by_hand(device, data, TILE, 5))
+    assert streaming.stats.stall_seconds > 0
+    assert threading.get_ident() not in source.threads
+    assert 1 <= len(source.threads) <= 4
+
+
+def test_pins_are_held_from_before_the_read_until_after_it(device):
+    data = LONG.make("float32")
+    source, streaming = ReadSource(data.k_pool, data.v_pool), make_streaming(device, data)
+    leases = []
+
+    class Lease:
+        pass
+
+    def pin(blocks):
+        lease = Lease()
+        leases.append((weakref.ref(lease), set(blocks.tolist())))
+        return lease
+
+    def before_read(blocks):
+        held = [blocks_of for lease, blocks_of in leases if lease() is not None]
+        assert set(blocks.tolist()) in held
+
+    source.pin, source.before_read = pin, before_read
+    attend(device, streaming, data, sequences_of(data, source))
+    assert leases
+    assert all(lease() is None for lease, _ in leases)
+
+
+def test_a_pin_that_raises_is_an_error_of_the_tile(device):
+    data = LONG.make("float32")
+    source = ReadSource(data.k_pool, data.v_pool)
+    source.pin = fail_at(data.block_table[2][0], KeyError("evicted"))
+    streaming = make_streaming(device, data)
+    with pytest.raises(ta.TileError, match="KeyError") as raised:
+        attend(device, streaming, data, sequences_of(data, source))
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_sources_and_streamers_go_away(cpu):
+    data, source, streaming, sequences = small(cpu)
+    attend(cpu, streaming, data, sequences)
+    streaming.prefetch(sequences)
+    gone = weakref.ref(source), weakref.ref(streaming)
+    del source, streaming, sequences
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
