@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: Our struct, XLA's, and our fields with XLA's names for them.
 STRUCTS = {
-    ("Extension", "XLA_FFI_Extension_Base"): {"type": "type", "next": "next"},
+    ("Extension", "ExtensionBase"): {"type": "type", "next": "next"},
     ("ApiVersion", "XLA_FFI_Api_Version"): {"major": "major_version", "minor": "minor_version"},
     ("ErrorCreateArgs", "XLA_FFI_Error_Create_Args"): {"message": "message", "code": "errc"},
     ("Buffer", "XLA_FFI_Buffer"): {"dtype": "dtype", "data": "data", "rank": "rank", "dims": "dims"},
@@ -67,7 +67,9 @@ NUMBERS = {
 def program() -> str:
     """Write the assertions."""
     lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi_abi.h"']
-    lines += ["namespace ours = tiledattn::xla;"]
+    lines += ["#include <type_traits>", "namespace ours = tiledattn::xla;"]
+    # Its own name differs between versions.
+    lines.append("using ExtensionBase = std::remove_pointer_t<decltype(XLA_FFI_Buffer::extension_start)>;")
     for our, theirs in STRUCTS:
         lines.append(f"static_assert(sizeof(ours::{our}) == sizeof({theirs}));")
     for (our, theirs), fields in {**STRUCTS, **GROWING}.items():
