@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,30 +96,35 @@ def machine() -> dict[str, str]:
     return found
 
 
-def steps(log_dir: Path, quick: bool) -> list[Step]:
+def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     """Every step in order; after a failed build nothing else can say anything."""
     env = dict(os.environ, PYTHONUNBUFFERED="1")
     python = sys.executable
     build = [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--upgrade"]
     build += ["--target", str(SITE), "-Ccmake.define.TILEDATTN_TESTS=ON", "-Ccmake.define.TILEDATTN_CUDA=ON"]
     build += [f"-Cbuild-dir={BUILD}", "."]
-    done = [run("build", build, log_dir, 580, env)]
-    if not done[0].passed:
-        return done
+    built = run("build", build, log_dir, 580, env)
+    yield built
+    if not built.passed:
+        return
     env["PYTHONPATH"] = os.pathsep.join([str(SITE), env.get("PYTHONPATH", "")])
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done.append(run("pytest-gpu", [*pytest, "-m", "gpu", "--timeout", "60"], log_dir, 400, env))
+    on_gpu = [*pytest, "-m", "gpu", "--timeout", "120"]
+    # Tests of streams watch the GPU's clock and memory, so nothing may run beside them.
+    yield run("pytest-streams", [*on_gpu, "tests/test_streams.py"], log_dir, 200, env)
+    side_by_side = ["-n", "8", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
+    others = [*on_gpu, *side_by_side, "--ignore=tests/test_streams.py"]
+    yield run("pytest-gpu", others, log_dir, 400, env)
     if quick:
-        return done
-    done.append(run("ctest", ["ctest", "--test-dir", str(BUILD), "--output-on-failure"], log_dir, 200, env))
-    done.append(run("pytest-cpu", [*pytest, "-m", "not gpu"], log_dir, 400, env))
+        return
+    yield run("ctest", ["ctest", "--test-dir", str(BUILD), "--output-on-failure"], log_dir, 200, env)
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for tool in ("memcheck", "racecheck"):
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", python, "tests/core_set.py", "cuda"]
-        done.append(run(tool, command, log_dir, 250, env))
+        yield run(tool, command, log_dir, 250, env)
     demo = [python, "-m", "tiledattn.cli", "demo", "--device", "cuda", "--random-weights", "0", "--verify"]
-    done.append(run("demo", [*demo, "--tokens", "32"], log_dir, 200, env))
-    return done
+    yield run("demo", [*demo, "--tokens", "32"], log_dir, 200, env)
+    yield run("pytest-cpu", [*pytest, "-m", "not gpu"], log_dir, 400, env)
 
 
 def main() -> int:
@@ -133,18 +140,26 @@ def main() -> int:
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = steps(args.logs, args.quick)
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": "python scripts/gpu_check.py" + (" --quick" if args.quick else ""),
         "machine": machine(),
-        "steps": [asdict(step) for step in done],
+        "complete": False,
+        "steps": [],
     }
-    text = json.dumps(result, indent=2).replace(str(ROOT), ".").replace(sys.executable, "python")
-    args.out.write_text(text + "\n")
-    for step in done:
-        print(f"{'ok  ' if step.passed else 'FAIL'} {step.name:<12} {step.seconds:7.1f} s  {step.summary}")
-    return 0 if all(step.passed for step in done) else 1
+
+    def write() -> None:
+        text = json.dumps(result, indent=2).replace(str(ROOT), ".").replace(sys.executable, "python")
+        args.out.write_text(text + "\n")
+
+    # After each step, so that what was found is kept when the time on the machine ends.
+    for step in steps(args.logs, args.quick):
+        result["steps"].append(asdict(step))
+        print(f"{'ok  ' if step.passed else 'FAIL'} {step.name:<14} {step.seconds:7.1f} s  {step.summary}")
+        write()
+    result["complete"] = not args.quick
+    write()
+    return 0 if all(step["passed"] for step in result["steps"]) else 1
 
 
 if __name__ == "__main__":
