@@ -22,9 +22,9 @@ HEADER = """\
 // SPDX-License-Identifier: Apache-2.0
 // Written by scripts/generate_wgmma.py; change that instead.
 //
-// D[64, N] += A[64, 16] * B[16, N], float32 accumulators, asynchronous: see wgmma.cuh for what must stand
-// around it. A thread's accumulators 4j .. 4j + 3 are columns 8j + 2 (lane % 4) + {0, 1} of rows
-// 16 (warp % 4) + lane / 4 and, for the last two, of the row 8 below.
+// D[64, N] += A[64, 16] * B[16, N], float32 accumulators, asynchronous: see wgmma.cuh for what must
+// stand around it. A thread's accumulators 4j .. 4j + 3 are columns 8j + 2 (lane % 4) + {0, 1} of
+// rows 16 (warp % 4) + lane / 4 and, for the last two, of the row 8 below.
 #pragma once
 
 #include <cuda_bf16.h>

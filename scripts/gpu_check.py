@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu-site"
 BUILD = ROOT / "build" / "gpu"
+ALONE = ["streams", "torch_ops", "torch_sdpa", "torch_flash_attn", "transformers", "jax", "cupy"]
 
 
 @dataclass
@@ -98,7 +99,8 @@ def machine() -> dict[str, str]:
 
 def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     """Every step in order; after a failed build nothing else can say anything."""
-    env = dict(os.environ, PYTHONUNBUFFERED="1")
+    # JAX would take three quarters of the GPU's memory for itself.
+    env = dict(os.environ, PYTHONUNBUFFERED="1", XLA_PYTHON_CLIENT_PREALLOCATE="false")
     python = sys.executable
     build = [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--upgrade"]
     build += ["--target", str(SITE), "-Ccmake.define.TILEDATTN_TESTS=ON", "-Ccmake.define.TILEDATTN_CUDA=ON"]
@@ -110,10 +112,12 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     env["PYTHONPATH"] = os.pathsep.join([str(SITE), env.get("PYTHONPATH", "")])
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     on_gpu = [*pytest, "-m", "gpu", "--timeout", "120"]
-    # Tests of streams watch the GPU's clock and memory, so nothing may run beside them.
-    yield run("pytest-streams", [*on_gpu, "tests/test_streams.py"], log_dir, 200, env)
+    # Tests of streams watch the GPU's clock and memory, and torch's compiler forks: nothing may run
+    # beside them.
+    alone = [f"tests/test_{name}.py" for name in ALONE]
+    yield run("pytest-alone", [*on_gpu, *alone], log_dir, 300, env)
     side_by_side = ["-n", "8", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
-    others = [*on_gpu, *side_by_side, "--ignore=tests/test_streams.py"]
+    others = [*on_gpu, *side_by_side, *(f"--ignore={path}" for path in alone)]
     yield run("pytest-gpu", others, log_dir, 400, env)
     if quick:
         return

@@ -111,6 +111,13 @@ IndexView check_cu_seqlens(const char* argument, const Tensor& cu, Device device
   return view;
 }
 
+/// Drops sides of the window that keep no key of a sequence of up to `max_keys` keys out, so that
+/// they cost nothing and give the bits that no window gives. The last query is at the last key.
+void drop_idle_window(AttentionProblem& p, std::int64_t max_keys) {
+  if (p.window_left >= max_keys - 1) p.window_left = kNoWindow;
+  if (p.window_right >= p.q_len - 1) p.window_right = kNoWindow;
+}
+
 }  // namespace
 
 AttentionProblem check_flash_attention(const FlashArgs& args) {
@@ -164,6 +171,7 @@ AttentionProblem check_flash_attention(const FlashArgs& args) {
   }
   p.causal = args.causal;
   set_score(p, args.score);
+  drop_idle_window(p, packed ? p.total_k : p.dense_kv_len);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
   return p;
 }
@@ -232,6 +240,7 @@ AttentionProblem check_paged_attention(const PagedArgs& args) {
   p.seq_lens = check_index("seq_lens", args.seq_lens, q.device, "q", {{"num_seqs", p.num_seqs}});
   p.causal = args.causal;
   set_score(p, args.score);
+  drop_idle_window(p, p.table_width * p.block_size);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
   return p;
 }

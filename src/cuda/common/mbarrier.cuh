@@ -43,7 +43,8 @@ class MBarrier {
   std::uint64_t state_;
 };
 
-/// Makes initialised barriers visible to transfers. A __syncthreads() must follow for other threads.
+/// Makes initialised barriers visible to transfers. A __syncthreads() must follow for other
+/// threads.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

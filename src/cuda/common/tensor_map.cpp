@@ -88,11 +88,11 @@ CUtensorMap encode_tensor_map(const TensorMapSpec& spec) {
     steps[i] = 1;
   }
   CUtensorMap map;
-  const CUresult status = encode(
-      &map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank), const_cast<void*>(spec.data),
-      sizes.data(), strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
+             const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(), steps.data(),
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw CudaError("cuTensorMapEncodeTiled failed with CUresult " +
                     std::to_string(static_cast<int>(status)));

@@ -26,8 +26,8 @@ struct TensorMapSpec {
 /// strides above 0 and below 2^40 bytes, at most 2^31 elements along a dimension.
 bool fits_tensor_map(const TensorMapSpec& spec);
 
-/// Throws CudaError where the driver refuses it. The driver is asked for its function; nothing links
-/// to it.
+/// Throws CudaError where the driver refuses it. The driver is asked for its function; nothing
+/// links to it.
 CUtensorMap encode_tensor_map(const TensorMapSpec& spec);
 
 }  // namespace tiledattn::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Transfers of whole boxes between global and shared memory (TMA, sm_90), each issued by one thread.
-// What a box holds outside its tensor is read as zero and never written.
+// Transfers of whole boxes between global and shared memory (TMA, sm_90), each issued by one
+// thread. What a box holds outside its tensor is read as zero and never written.
 #pragma once
 
 #include <cuda.h>

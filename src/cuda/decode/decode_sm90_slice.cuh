@@ -243,15 +243,18 @@ class SliceState {
     }
   }
 
-  /// l of whole rows, in all lanes.
+  /// l of whole rows, in all lanes. A NaN score, which never wins the maximum, reaches m here.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-      for (int side = 0; side < 2; ++side)
+      for (int side = 0; side < 2; ++side) {
+        float& sum = l[tile][side];
 #pragma unroll
         for (int step = 4; step < kWarpSize; step *= 2)
-          l[tile][side] = __fadd_rn(l[tile][side], __shfl_xor_sync(kAllLanes, l[tile][side], step));
+          sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, step));
+        if (sum != sum && m[tile][side] != infinity()) m[tile][side] = sum;
+      }
   }
 
   /// All that the slice says is NaN.

@@ -19,8 +19,9 @@ namespace tiledattn::cuda {
 
 namespace {
 
-/// K and V of the heads that are worked on together. Where the heads of a token are neighbours, more
-/// of them are needed to keep all channels of the L2 cache busy (measured; the reason is a guess).
+/// K and V of the heads that are worked on together. Where the heads of a token are neighbours,
+/// more of them are needed to keep all channels of the L2 cache busy (measured; the reason is a
+/// guess).
 constexpr std::int64_t kSectionBytes = std::int64_t{32} << 20;
 constexpr std::int64_t kInterleavedSectionBytes = std::int64_t{64} << 20;
 /// Up to these many query tokens, small blocks, several of them on each SM, hide latency best.
@@ -122,7 +123,8 @@ void launch_config(PrefillSm90Params& params, cudaStream_t stream) {
     params.tiles_per_head = static_cast<std::int32_t>(tiles_per_head);
     params.section_heads = section_heads(p, num_heads);
   }
-  launch_prefill_sm90<Config>(params, std::min<std::int64_t>(tiles, Config::kBlocks * num_multiprocessors()), stream);
+  launch_prefill_sm90<Config>(
+      params, std::min<std::int64_t>(tiles, Config::kBlocks * num_multiprocessors()), stream);
 }
 
 template <typename T>
