@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
@@ -58,7 +58,7 @@ class TileGeometry:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    head_dim_v: int = field(default=None)  # type: ignore[assignment]  # None becomes head_dim
+    head_dim_v: int | None = None
     layout: str = "hnd"
 
     def __post_init__(self) -> None:
@@ -97,8 +97,9 @@ class TileGeometry:
         k_size = self.block_size * self.num_kv_heads * self.head_dim
         tokens_first = (len(blocks), self.block_size, self.num_kv_heads)
         heads_first = (len(blocks), self.num_kv_heads, self.block_size)
+        v_dim = self.head_dim if self.head_dim_v is None else self.head_dim_v
         parts = []
-        for part, dim in ((values[:, :k_size], self.head_dim), (values[:, k_size:], self.head_dim_v)):
+        for part, dim in ((values[:, :k_size], self.head_dim), (values[:, k_size:], v_dim)):
             if self.layout == "nhd":
                 parts.append(part.reshape(*tokens_first, dim))
             else:
@@ -132,7 +133,14 @@ class TileSource(Protocol):
         """Say how blocks are kept; the same answer each time."""
 
     def read(self, blocks: BlockIds, buffer: Bytes) -> int:
-        """Fill `buffer`, ``[len(blocks), block_bytes]`` bytes, with these blocks, in this order.
+        """Fill `buffer` with these blocks, in this order.
+
+        Parameters
+        ----------
+        blocks
+            ``[n]`` int64: block ids.
+        buffer
+            ``[n, block_bytes]`` uint8, to be written.
 
         Returns
         -------

@@ -114,9 +114,12 @@ void translate_tile_error(const std::exception_ptr& error, void* /*payload*/) {
   }
 }
 
-nb::tuple attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, const State* state,
-                 const std::vector<std::int64_t>& q_positions, nb::handle out, nb::handle lse,
-                 nb::handle return_lse, nb::handle return_state, bool partial, nb::handle stream) {
+/// The result or None, the state or None, the errors.
+using Attended = nb::typed<nb::tuple, nb::any, nb::any, nb::any>;
+
+Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, const State* state,
+                const std::vector<std::int64_t>& q_positions, nb::handle out, nb::handle lse,
+                nb::handle return_lse, nb::handle return_state, bool partial, nb::handle stream) {
   TensorArgs args(stream);
   AttendArgs call;
   call.q = args.input(q, "q");
@@ -142,7 +145,7 @@ nb::tuple attend(BoundStreaming& self, nb::handle q, const Sequences& sequences,
   for (const TileError& error : result.errors) errors.append(tile_error(error));
   const nb::object value = result.complete ? nb::object(results.value()) : nb::none();
   const nb::object after = result.state ? nb::cast(std::move(*result.state)) : nb::none();
-  return nb::make_tuple(value, after, errors);
+  return nb::borrow<Attended>(nb::make_tuple(value, after, errors));
 }
 
 bool prefetch(BoundStreaming& self, const Sequences& sequences, nb::handle q_len,
@@ -156,7 +159,7 @@ nb::tuple tier(const TierStats& stats) {
   return nb::make_tuple(stats.tiles, stats.bytes, stats.seconds);
 }
 
-nb::dict stats(const BoundStreaming& self) {
+nb::typed<nb::dict, std::string, nb::any> stats(const BoundStreaming& self) {
   const StreamStats s = self.core->stats();
   nb::dict dict;
   dict["calls"] = s.calls;
@@ -171,7 +174,7 @@ nb::dict stats(const BoundStreaming& self) {
     tiers[to_string(static_cast<Residency>(i))] = tier(s.tiers[i]);
   dict["tiers"] = tiers;
   dict["link"] = tier(s.link);
-  return dict;
+  return nb::borrow<nb::typed<nb::dict, std::string, nb::any>>(dict);
 }
 
 }  // namespace
