@@ -11,10 +11,6 @@ namespace tiledattn {
 
 namespace {
 
-/// Before the partial results, scratch holds one int32 for each sequence, rounded up to this many
-/// bytes.
-constexpr std::int64_t kFlagAlignment = 256;
-
 /// An upper bound of the keys that one sequence's query tokens see together.
 std::int64_t max_visible_keys(const AttentionProblem& p) {
   std::int64_t keys = 0;
@@ -155,6 +151,14 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
                   p.q.head_stride);
 }
 
+/// The row tiles of packed q are counted on the device, in 32 bits.
+void check_row_tiles(const AttentionProblem& p) {
+  const std::int64_t tiles = p.total_q * p.gqa_ratio() / kFewestTileRows + p.num_seqs;
+  if (tiles <= kMaxRowTiles) return;
+  throw ValueError("q: its rows are cut into up to " + std::to_string(tiles) +
+                   " tiles; packed q is limited to " + std::to_string(kMaxRowTiles));
+}
+
 }  // namespace
 
 const char* to_string(Kernel kernel) {
@@ -196,12 +200,11 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
                   : compute_capability == 90 && fits_prefill_sm90(p) ? Kernel::cuda_prefill_sm90
                                                                      : Kernel::cuda_prefill_plain;
   }
-  const std::int64_t flag_bytes = 4;
-  const std::int64_t fit = (workspace_bytes - kFlagAlignment) / (plan.sequence_bytes + flag_bytes);
+  const std::int64_t fit = (workspace_bytes - kFlagAlignment) / (plan.sequence_bytes + kFlagBytes);
   if (fit < 1) {
     throw ValueError("workspace: has " + std::to_string(workspace_bytes) +
                      " bytes; this call needs at least " +
-                     std::to_string(plan.sequence_bytes + flag_bytes + kFlagAlignment));
+                     std::to_string(plan.sequence_bytes + kFlagBytes + kFlagAlignment));
   }
   if (!device.is_cpu() && p.packed_q() && fit < p.num_seqs) {
     // Wrong cu_seqlens_q may let sequences overlap, so all must be validated before any writes its
@@ -210,6 +213,7 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
                      " sequences; with packed q it must hold all " + std::to_string(p.num_seqs) +
                      ", with 4 bytes for each and 256 more");
   }
+  if (!device.is_cpu() && p.packed_q()) check_row_tiles(p);
   plan.seqs_per_launch = std::min(fit, std::max<std::int64_t>(p.num_seqs, 1));
   return plan;
 }
@@ -233,7 +237,7 @@ std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
       q_len * num_q_heads * (kDecodePartialHeader + head_dim_v) * 4 * groups;
   const std::int64_t slots_bytes =
       std::min(num_seqs * group_bytes, std::max(2 * kMaxSequenceScratch, group_bytes));
-  return std::max(partial_bytes + num_seqs * 4 + kFlagAlignment, slots_bytes);
+  return std::max(partial_bytes + num_seqs * kFlagBytes + kFlagAlignment, slots_bytes);
 }
 
 }  // namespace tiledattn

@@ -61,6 +61,18 @@ constexpr std::int64_t workspace_counters_offset(std::int64_t bytes) {
 /// in it, and one unused.
 constexpr std::int64_t kDecodePartialHeader = 4;
 
+/// Before the partial results of the plain kernels, scratch holds a flag for each sequence.
+constexpr std::int64_t kFlagBytes = 4;
+constexpr std::int64_t kFlagAlignment = 256;
+
+constexpr std::int64_t flags_bytes(std::int64_t num_seqs) {
+  return (num_seqs * kFlagBytes + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
+}
+
+/// Prefill on a GPU cuts the rows of each sequence into tiles of so many rows or more.
+constexpr std::int64_t kFewestTileRows = 16;
+constexpr std::int64_t kMaxRowTiles = (std::int64_t{1} << 31) - 1;  ///< where q is packed
+
 /// Bytes of one partial result row: o, m and l, float32.
 TILEDATTN_HOST_DEVICE std::int64_t partial_row_bytes(std::int64_t head_dim_v) {
   return (head_dim_v + 2) * 4;

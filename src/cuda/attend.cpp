@@ -21,7 +21,6 @@ namespace tiledattn::cuda {
 namespace {
 
 constexpr std::int64_t kVectorBytes = 16;
-constexpr std::int64_t kFlagAlignment = 256;
 
 /// Calls `f` with a null pointer of the device type for `dtype`.
 template <typename F>
@@ -76,8 +75,6 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
     throw Error("plan: packed q needs a prefill kernel");
   }
   const std::int64_t group = std::max<std::int64_t>(plan.seqs_per_launch, 1);
-  const std::int64_t flag_bytes =
-      (group * 4 + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
 
   AttendParams params;
   params.problem = problem;
@@ -87,7 +84,7 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
   params.max_segments = plan.max_segments;
   params.segment_limit = plan.segment_limit;
   if (plan.kernel == Kernel::cuda_decode_plain && plan.max_segments > 1) {
-    params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flag_bytes);
+    params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flags_bytes(group));
     params.partial_seq_stride = plan.sequence_bytes / 4;
   }
   std::int32_t* const counters =

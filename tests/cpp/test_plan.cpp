@@ -249,6 +249,18 @@ TEST(an_object_reserves_a_slot_for_each_of_its_calls) {
   }
 }
 
+TEST(packed_q_of_more_row_tiles_than_32_bits_count_is_refused) {
+  AttentionProblem p = dense(1, 100, 128);
+  const int cu[2] = {0, 0};
+  p.key_source = KeySource::packed;
+  p.cu_seqlens_q = {cu, 1, 0, false};
+  p.total_q = p.q_len = kMaxRowTiles * kFewestTileRows / p.gqa_ratio() / 2;
+  CHECK(make_plan(p, kGpu, kBytes).kernel == Kernel::cuda_prefill_plain);
+  p.total_q = p.q_len = p.q_len * 2 + kFewestTileRows;
+  CHECK_THROWS(ValueError, make_plan(p, kGpu, kBytes), "q: its rows", std::to_string(kMaxRowTiles));
+  CHECK(make_plan(p, {}, kBytes).kernel == Kernel::cpu_prefill);
+}
+
 TEST(hopper_prefill_where_tma_reaches_every_array) {
   const AttentionProblem good = dense(2, 100, 128);
   CHECK(kernel_on(90, good) == Kernel::cuda_prefill_sm90);

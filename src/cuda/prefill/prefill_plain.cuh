@@ -12,6 +12,7 @@
 #include "common/finish_row.cuh"
 #include "common/launch.cuh"
 #include "common/with_dim.h"
+#include "plan.h"
 #include "prefill/prefill.h"
 #include "prefill/row_tiles.cuh"
 
@@ -70,11 +71,8 @@ void launch_prefill_config(const AttendParams& params, cudaStream_t stream) {
   std::int64_t tiles =
       params.num_seqs * ((p.q_len * p.gqa_ratio() + Config::kRows - 1) / Config::kRows);
   if (p.packed_q()) {
+    static_assert(Config::kRows >= kFewestTileRows);
     tiles = p.total_q * p.gqa_ratio() / Config::kRows + params.num_seqs;
-    if (tiles > kMaxBlocks) {
-      throw ValueError("q: its rows are cut into up to " + std::to_string(tiles) +
-                       " tiles; packed q is limited to " + std::to_string(kMaxBlocks));
-    }
     launch_count_row_tiles(params, Config::kRows, stream);
   }
   launch(prefill_plain<T, Config>, "prefill_plain",
