@@ -104,7 +104,7 @@ struct TiledAttention::Impl {
 
   void settle_view() {
     if (!fresh) return;
-    enter(std::nullopt);
+    enter(last, false);
     settle(last);
   }
 
