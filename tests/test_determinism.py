@@ -125,6 +125,17 @@ def test_any_number_of_threads(cpu, dtype):
         compare.same_bits(other, results[0])
 
 
+@pytest.mark.parametrize("q_lens", [None, 3])
+def test_heads_side_by_side_or_apart(q_lens, cpu, dtype):
+    """The CPU takes several heads at once where they lie side by side: the same bits, tile by tile."""
+    data = cases.Paged("", seq_lens=LENGTHS, q_lens=q_lens, num_q_heads=12, num_kv_heads=6).make(dtype)
+    side_by_side = calls.run_paged(cpu, data)
+    compare.result_close(side_by_side, calls.want_paged(data), dtype)
+    apart = [np.ascontiguousarray(pool.swapaxes(1, 2)).swapaxes(1, 2) for pool in (data.k_pool, data.v_pool)]
+    got = ta.paged_attention(data.q, *apart, data.block_table, data.seq_lens, return_lse=True)
+    compare.same_bits(got, side_by_side)
+
+
 def test_merging_is_deterministic_in_the_order_given(device):
     data = cases.Tiled("", cases.Paged("", seq_lens=(96, 40))).make("float32")
     states = []

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention on the CPU. A unit of work is a tile: some query tokens of one sequence with the query
-// heads of one KV head.
+// heads of one KV head, or of several that lie side by side in memory.
 //
 // The keys of a sequence come in segments (plan.h). A tile folds each segment into an empty partial
 // result and merges the partials in the order of keys. It does that alone ("walk"), or, where there
@@ -38,11 +38,12 @@ std::int64_t padded(std::int64_t size) {
   return (size + kRowPadding - 1) / kRowPadding * kRowPadding;
 }
 
-/// Tokens first .. last of a sequence, with the query heads of one KV head. Row r: token first + r
-/// / gqa_ratio.
+/// Tokens first .. last of a sequence, with the query heads of some KV heads. Rows are ordered by
+/// KV head, token, query head.
 struct Tile {
   Sequence sequence;
-  std::int64_t kv_head = 0;
+  std::int64_t kv_head = 0;  ///< the first
+  std::int64_t num_kv_heads = 1;
   std::int64_t first = 0;
   std::int64_t last = 0;
 };
@@ -89,13 +90,18 @@ class Workbench {
   std::size_t size_ = 0;
 };
 
-/// Addresses of one block of keys, as kernels want them.
+/// Addresses of one block of keys of one KV head, as kernels want them.
 struct KeyBlock {
   KeyRange keys;
   const void* k[kBlockKeys];
   const void* v[kBlockKeys];
   int size() const { return static_cast<int>(keys.end - keys.begin); }
 };
+
+void advance_all(const void* const (&from)[kBlockKeys], std::int64_t bytes,
+                 const void* (&to)[kBlockKeys]) {
+  for (int j = 0; j < kBlockKeys; ++j) to[j] = static_cast<const char*>(from[j]) + bytes;
+}
 
 class Attention {
  public:
@@ -111,12 +117,14 @@ class Attention {
     const std::int64_t least = plan_.kernel == Kernel::cpu_decode ? kMaxDecodeTokens : 1;
     return std::max(least, kTileRows / p_.gqa_ratio());
   }
-  std::int64_t num_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
+  std::int64_t kv_heads_per_tile() const;
+  std::int64_t head_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
+  std::int64_t num_rows(const Tile& t) const { return head_rows(t) * t.num_kv_heads; }
   std::int64_t token_of(const Tile& t, std::int64_t row) const {
-    return t.first + row / p_.gqa_ratio();
+    return t.first + row % head_rows(t) / p_.gqa_ratio();
   }
   std::int64_t head_of(const Tile& t, std::int64_t row) const {
-    return t.kv_head * p_.gqa_ratio() + row % p_.gqa_ratio();
+    return (t.kv_head + row / head_rows(t)) * p_.gqa_ratio() + row % p_.gqa_ratio();
   }
   KeyRange sequence_keys(const Sequence& s) const;
   std::int64_t segments_of(const Sequence& s) const;
@@ -129,9 +137,10 @@ class Attention {
 
   Workbench& prepare(const Tile& t) const;
   void fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const;
-  void fold_block(const Tile& t, const KeyBlock& block, const KeyBlock* next,
-                  const Workbench& bench) const;
+  void fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
+                  const KeyBlock* next, const Workbench& bench) const;
   void locate(const Tile& t, KeyRange keys, KeyBlock& block) const;
+  void next_head(const KeyBlock& block, KeyBlock& next) const;
   Row scratch_row(const Tile& t, std::int64_t row, std::int64_t segment,
                   std::int64_t first_seq) const;
   void finish(const Tile& t, const Workbench& bench) const;
@@ -186,21 +195,35 @@ void Attention::run_sequences(std::int64_t first, std::int64_t last) const {
                [&](std::int64_t i) { walk(tiles[static_cast<std::size_t>(i)]); });
 }
 
+/// Where the heads of a token lie side by side, a tile takes several: each page of memory is then
+/// gone through once, and not once for each head.
+std::int64_t Attention::kv_heads_per_tile() const {
+  const bool side_by_side =
+      p_.k.head_stride < p_.k.token_stride && p_.v.head_stride < p_.v.token_stride;
+  if (plan_.kernel != Kernel::cpu_decode || !side_by_side) return 1;
+  const std::int64_t rows = std::max<std::int64_t>(p_.q_len, 1) * p_.gqa_ratio();
+  return std::clamp<std::int64_t>(kTileRows / rows, 1, p_.num_kv_heads);
+}
+
 /// Tiles of sequences first .. last - 1. The last tokens come first: under a causal mask they have
 /// the most keys.
 std::vector<Tile> Attention::make_tiles(std::int64_t first, std::int64_t last) const {
   std::vector<Tile> tiles;
   const std::int64_t tokens = tokens_per_tile();
+  const std::int64_t heads = kv_heads_per_tile();
   std::int64_t count = 0;
   for (std::int64_t b = first; b < last; ++b) {
-    count += p_.num_kv_heads * ((sequence_at(p_, b).q_len + tokens - 1) / tokens);
+    count +=
+        (p_.num_kv_heads + heads - 1) / heads * ((sequence_at(p_, b).q_len + tokens - 1) / tokens);
   }
   reserve(tiles, count);
   for (std::int64_t b = first; b < last; ++b) {
     const Sequence s = sequence_at(p_, b);
-    for (std::int64_t kv_head = 0; kv_head < p_.num_kv_heads; ++kv_head) {
+    for (std::int64_t kv_head = 0; kv_head < p_.num_kv_heads; kv_head += heads) {
+      const std::int64_t num_heads = std::min(heads, p_.num_kv_heads - kv_head);
       for (std::int64_t i = (s.q_len + tokens - 1) / tokens - 1; i >= 0; --i) {
-        tiles.push_back({s, kv_head, i * tokens, std::min((i + 1) * tokens, s.q_len) - 1});
+        tiles.push_back(
+            {s, kv_head, num_heads, i * tokens, std::min((i + 1) * tokens, s.q_len) - 1});
       }
     }
   }
@@ -303,15 +326,24 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
   KeyRange keys = segment_range(sequence_keys(t.sequence), segment, plan_.segment_limit);
   keys = {std::max(keys.begin, of_tile.begin), std::min(keys.end, of_tile.end)};
 
-  // Two blocks in turn: while one is folded in, the next one is fetched.
+  // Two in turn: while one head's keys of a block are folded in, those of the next head or block
+  // are fetched.
   KeyBlock blocks[2];
-  for (std::int64_t key = keys.begin, i = 0; key < keys.end; key += kBlockKeys, ++i) {
-    KeyBlock& block = blocks[i % 2];
-    KeyBlock& next = blocks[(i + 1) % 2];
-    if (i == 0) locate(t, {key, std::min(key + kBlockKeys, keys.end)}, block);
-    const bool more = key + kBlockKeys < keys.end;
-    if (more) locate(t, {key + kBlockKeys, std::min(key + 2 * kBlockKeys, keys.end)}, next);
-    fold_block(t, block, more ? &next : nullptr, bench);
+  int turn = 0;
+  for (std::int64_t key = keys.begin; key < keys.end; key += kBlockKeys) {
+    if (key == keys.begin) locate(t, {key, std::min(key + kBlockKeys, keys.end)}, blocks[turn]);
+    const KeyRange following{key + kBlockKeys, std::min(key + 2 * kBlockKeys, keys.end)};
+    for (std::int64_t head = 0; head < t.num_kv_heads; ++head, turn = 1 - turn) {
+      KeyBlock* next = &blocks[1 - turn];
+      if (head + 1 < t.num_kv_heads) {
+        next_head(blocks[turn], *next);
+      } else if (!following.empty()) {
+        locate(t, following, *next);
+      } else {
+        next = nullptr;
+      }
+      fold_block(t, head * head_rows(t), blocks[turn], next, bench);
+    }
   }
   for (std::int64_t r = 0; r < num_rows(t); ++r) {
     // Kernels leave a NaN score out of m; l and o have it.
@@ -320,6 +352,15 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
   }
 }
 
+/// The same keys of the KV head after that of `block`.
+void Attention::next_head(const KeyBlock& block, KeyBlock& next) const {
+  next.keys = block.keys;
+  const std::int64_t item = item_bytes(p_.q.dtype);
+  advance_all(block.k, p_.k.head_stride * item, next.k);
+  advance_all(block.v, p_.v.head_stride * item, next.v);
+}
+
+/// The keys of the tile's first KV head.
 void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
   block.keys = keys;
   const int count = block.size();
@@ -336,13 +377,14 @@ void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
   }
 }
 
-void Attention::fold_block(const Tile& t, const KeyBlock& block, const KeyBlock* next,
-                           const Workbench& bench) const {
+/// One KV head's keys into its rows, of which `first_row` is the first.
+void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
+                           const KeyBlock* next, const Workbench& bench) const {
   // Rows in groups of the kernel's, so that their key bounds fit a small array.
   constexpr int kRows = 64;
   static_assert(kRows % kGroupRows == 0);
   int row_begin[kRows], row_end[kRows];
-  const std::int64_t rows = num_rows(t);
+  const std::int64_t end_row = first_row + head_rows(t);
   const std::int64_t q_item = p_.q.dtype == DType::bfloat16 && kernels_.packs_bfloat16 ? 2 : 4;
 
   BlockArgs args{};
@@ -357,8 +399,8 @@ void Attention::fold_block(const Tile& t, const KeyBlock& block, const KeyBlock*
   args.softmax_scale = p_.softmax_scale;
   args.softcap = p_.softcap;
   args.o_stride = bench.o_stride;
-  for (std::int64_t first = 0; first < rows; first += kRows) {
-    args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, rows - first));
+  for (std::int64_t first = first_row; first < end_row; first += kRows) {
+    args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, end_row - first));
     for (int r = 0; r < args.num_rows; ++r) {
       const KeyRange seen = visible_keys(p_, t.sequence, token_of(t, first + r));
       const std::int64_t size = args.num_keys;
@@ -367,7 +409,7 @@ void Attention::fold_block(const Tile& t, const KeyBlock& block, const KeyBlock*
       row_end[r] = static_cast<int>(std::clamp<std::int64_t>(seen.end - block.keys.begin, 0, size));
     }
     args.next_k = next ? next->k : nullptr;
-    args.num_next_keys = next && first == 0 ? next->size() : 0;
+    args.num_next_keys = next && first == first_row ? next->size() : 0;
     args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
     const Row row = bench.partial_row(first);
     args.m = row.m;
