@@ -243,6 +243,22 @@ def _print(result: dict, names: list[str]) -> None:
             print(f"    {name}: {why}", flush=True)
 
 
+def table_row(result: dict) -> dict[str, str]:
+    """Return what the documentation shows of one cell."""
+    times = {name: time["us"] for name, time in result["times"].items()}
+    peers = {name: us for name, us in times.items() if not name.startswith("tiledattn")}
+    row = {"cell": result["cell"], "KV, MB": f"{result['kv_mb']:.0f}"}
+    for name in ("tiledattn_p16", "tiledattn_p64"):
+        row[f"{name.replace('_p', ', pages of ')}, us"] = f"{times[name]:.1f}" if name in times else "-"
+    best = min(peers, key=peers.__getitem__) if peers else None
+    row["best peer"] = best.replace("_", " ") if best else "-"
+    row["its us"] = f"{peers[best]:.1f}" if best else "-"
+    compared = best and "tiledattn_p64" in times
+    row["peer / pages of 64"] = f"{peers[best] / times['tiledattn_p64']:.2f}" if compared else "-"
+    row["pages of 64, GB/s"] = str(result["times"].get("tiledattn_p64", {}).get("gb_per_s", "-"))
+    return row
+
+
 def main() -> int:
     """Run the cells that the command line names."""
     parser = argparse.ArgumentParser(
@@ -266,6 +282,7 @@ def main() -> int:
                 "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "command": "python benchmarks/bench_decode.py " + shlex.join(sys.argv[1:]),
                 "machine": _machine(),
+                "table": [table_row(result) for result in results],
                 "cells": results,
             }
             args.out.parent.mkdir(parents=True, exist_ok=True)

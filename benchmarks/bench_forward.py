@@ -286,6 +286,17 @@ def machine() -> dict:
     return found
 
 
+def table_row(result: dict) -> dict[str, str]:
+    """Return what the documentation shows of one cell: TFLOP/s, and the ratio to the best peer."""
+    medians = {name: rate["median"] for name, rate in result["tflops"].items()}
+    row = {"cell": result["cell"]["name"]}
+    row |= {f"{name}, TFLOP/s": f"{medians[name]:.0f}" if name in medians else "-" for name in CONTESTANTS}
+    peers = [rate for name, rate in medians.items() if name != "tiledattn"]
+    compared = peers and "tiledattn" in medians
+    row["tiledattn / best peer"] = f"{medians['tiledattn'] / max(peers):.2f}" if compared else "-"
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
@@ -322,6 +333,7 @@ def main() -> int:
             "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
             "command": "python benchmarks/bench_forward.py " + shlex.join(command),
             "machine": machine(),
+            "table": [table_row(result) for result in results],
             "results": results,
             "not_timed": left_out,
         }

@@ -25,8 +25,12 @@ def table(result: dict[str, object]) -> str:
     lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in rows]
     where = f"Measured {result['date']} by `{result['command']}`."
     for part in ("machine", "versions"):
-        named = dict(result[part])
+        named = dict(result.get(part, {}))
+        if not named:
+            continue
         where += f" {part.capitalize()}: " + ", ".join(f"{key} {value}" for key, value in named.items()) + "."
+    if "note" in result:
+        where += f" {result['note']}"
     return "\n".join([*lines, "", where])
 
 

@@ -435,6 +435,11 @@ def test_a_stream_on_the_cpu_is_refused(cpu):
     _refused(ValueError, ["stream"], calls.step, cpu, attn, data, data.tiles[0], stream=0)
     calls.step(cpu, attn, data, data.tiles[0])
     _refused(ValueError, ["stream"], attn.finalize, stream=0)
+    state = attn.state()
+    _refused(ValueError, ["stream"], attn.state, stream=0)
+    _refused(ValueError, ["stream"], attn.load_state, state, stream=0)
+    _refused(ValueError, ["stream"], state.finalize, stream=0)
+    _refused(ValueError, ["stream"], ta.merge_states, [state], stream=0)
 
 
 @pytest.mark.gpu

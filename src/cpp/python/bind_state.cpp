@@ -103,12 +103,10 @@ State unpack(nb::handle data, nb::handle device) {
 }
 
 nb::any finalize(const State& state, nb::handle sinks, nb::handle stream) {
-  TensorArgs args(stream, state.stream());
+  TensorArgs args(stream, stream_arg(stream, state.device()).value_or(state.stream()));
   const std::optional<Tensor> sinks_tensor = args.optional_input(sinks, "sinks");
   const Framework framework = state.device().is_cpu() ? Framework::numpy : Framework::other;
   const ResultArrays results(args, state.o(), nb::none(), nb::none(), true, framework);
-  if (args.given_stream() && state.device().is_cpu())
-    throw ValueError("stream: got a stream, but the work is on the CPU; expected None");
   if (sinks_tensor) args.launch_stream();  // to order it after the sinks
   {
     const GilReleased unlocked;
