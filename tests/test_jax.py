@@ -109,6 +109,76 @@ def test_merge_attention():
     compare.lse_close(np.asarray(lse), want_lse)
 
 
+def _written(k, v, k_pool, v_pool, slots):
+    """The pools with the tokens in their slots, those of negative slots left out."""
+    k_pool, v_pool = k_pool.copy(), v_pool.copy()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            k_pool[slot // 8, slot % 8], v_pool[slot // 8, slot % 8] = k[token], v[token]
+    return k_pool, v_pool
+
+
+def _tokens_and_pools(seed=0):
+    rng = np.random.default_rng(seed)
+    k, v = (rng.standard_normal((5, 2, d), dtype=np.float32) for d in (16, 24))
+    pools = (rng.standard_normal((6, 8, 2, d), dtype=np.float32) for d in (16, 24))
+    return k, v, *pools, np.array([47, 3, -1, 0, 20], np.int32)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_write_kv(jit):
+    """The pools that the caller keeps stay as they were."""
+    args = _tokens_and_pools()
+    arrays = [jnp.asarray(x) for x in args]
+    got = (jax.jit(tj.write_kv) if jit else tj.write_kv)(*arrays)
+    compare.same_bits(tuple(map(np.asarray, got)), _written(*args))
+    compare.same_bits(tuple(map(np.asarray, arrays)), args)
+
+
+def test_write_kv_in_place():
+    """Pools that are given away are written where they are, in a step that reads them too."""
+    args = _tokens_and_pools()
+
+    def step(k, v, k_pool, v_pool, slots):
+        pools = tj.write_kv(k, v, k_pool, v_pool, slots)
+        q = jnp.ones((1, 4, 16))
+        return tj.paged_attention(q, *pools, jnp.array([[0, 5]]), jnp.array([16])), pools
+
+    arrays = [jnp.array(x) for x in args]
+    places = [x.unsafe_buffer_pointer() for x in arrays[2:4]]
+    out, pools = jax.jit(step, donate_argnums=(2, 3))(*arrays)
+    assert [x.unsafe_buffer_pointer() for x in pools] == places
+    written = _written(*args)
+    compare.same_bits(tuple(map(np.asarray, pools)), written)
+    want = reference.paged(np.ones((1, 4, 16), np.float32), *written, np.array([[0, 5]]), np.array([16]))
+    compare.out_close(np.asarray(out), want.out, "float32")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own pools", "one pool"])
+def test_vmap_of_write_kv(shared):
+    many = [_tokens_and_pools(seed) for seed in range(3)]
+    if shared:
+        many = [(k, v, *many[0][2:4], slots) for k, v, _, _, slots in many]
+    stacked = [np.stack(x) for x in zip(*many, strict=True)]
+    axes = [0, 0, None if shared else 0, None if shared else 0, 0]
+    args = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
+    got = _run(jax.jit(jax.vmap(tj.write_kv, in_axes=axes)), *args)
+    for i, one in enumerate(many):
+        compare.same_bits(tuple(np.asarray(x[i]) for x in got), _written(*one))
+
+
+def test_errors_of_write_kv(device):
+    k, v, k_pool, v_pool, slots = (jnp.asarray(x) for x in _tokens_and_pools())
+    runtime_error = (jax.errors.JaxRuntimeError, ValueError)
+    with pytest.raises(ValueError, match=r"^k_pool: got shape"):
+        tj.write_kv(k, v, k_pool[0], v_pool, slots)
+    with pytest.raises(runtime_error, match="slot_mapping: got shape"):
+        jax.block_until_ready(tj.write_kv(k, v, k_pool, v_pool, slots[1:]))
+    if device.platform == "cpu":  # on a GPU the next call raises it
+        with pytest.raises(runtime_error, match=r"slot_mapping.*48"):
+            jax.block_until_ready(tj.write_kv(k, v, k_pool, v_pool, slots.at[1].set(48)))
+
+
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, None)], ids=str)
 def test_vmap(axes):
     """Mapped and shared arguments."""

@@ -23,7 +23,7 @@ from jax import Array
 from . import _core
 from ._types import Window
 
-__all__ = ["flash_attention", "merge_attention", "paged_attention"]
+__all__ = ["flash_attention", "merge_attention", "paged_attention", "write_kv"]
 
 
 def flash_attention(
@@ -215,26 +215,79 @@ def merge_attention(
     return _call("merge_attention", operands, out_a, {"lse_base": np.float64(lse_base)})
 
 
+def write_kv(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Array) -> tuple[Array, Array]:
+    """Write the keys and values of tokens into a paged KV cache; see `tiledattn.write_kv`.
+
+    JAX arrays do not change, so the written pools are results. Inside a function compiled with ``donate_argnums`` for
+    the pools they keep their memory and only the tokens are written; otherwise XLA copies the pools first.
+
+    Parameters
+    ----------
+    k, v
+        ``[T, Hk, D]`` and ``[T, Hk, Dv]``.
+    k_pool, v_pool
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the types of k and v.
+    slot_mapping
+        ``[T]``, int32 or int64: ``block * P + position``; negative: the token is skipped.
+
+    Returns
+    -------
+    k_pool, v_pool
+        With the tokens in their slots.
+
+    Raises
+    ------
+    ValueError
+        For an array with a wrong number of dimensions.
+    jax.errors.JaxRuntimeError or ValueError
+        For all else, when the call runs: JAX chooses. On a GPU a wrong slot is skipped, and the next call raises it.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import tiledattn.jax
+    >>> pool, token = jnp.zeros((3, 16, 2, 8)), jnp.ones((1, 2, 8))
+    >>> write = jax.jit(tiledattn.jax.write_kv, donate_argnums=(2, 3))
+    >>> k_pool, v_pool = write(token, token, pool, pool.copy(), jnp.array([33]))
+    >>> float(k_pool.sum()), float(k_pool[2, 1].sum())
+    (16.0, 16.0)
+    """
+    operands: dict[str, tuple[Array | None, int]] = {
+        "k": (k, 3),
+        "v": (v, 3),
+        "k_pool": (k_pool, 4),
+        "v_pool": (v_pool, 4),
+        "slot_mapping": (slot_mapping, 1),
+    }
+    arrays, names = _given(operands)
+    _register()
+    k_pool, v_pool = _write(*arrays, operands=names)
+    return k_pool, v_pool
+
+
 def _call(
     operation: str, operands: dict[str, tuple[Array | None, int]], v: Array, options: dict[str, Any]
 ) -> tuple[Array, Array]:
     """Run a handler; the first operand is the one whose shape and type the results have, but for the last of v."""
-    given: dict[str, tuple[Array, int]] = {}
-    for name, (array, rank) in operands.items():
-        if array is None:
-            continue
-        if array.ndim != rank:
-            raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
-        given[name] = (array, rank)
+    arrays, names = _given(operands)
     _register()
     out, lse = _run(
-        *(array for array, _ in given.values()),
+        *arrays,
         operation=operation,
-        operands=" ".join(f"{name}:{rank}" for name, (_, rank) in given.items()),
+        operands=names,
         head_dim_v=v.shape[-1],
         options=tuple((name, value) for name, value in options.items() if value is not None),
     )
     return out, lse
+
+
+def _given(operands: dict[str, tuple[Array | None, int]]) -> tuple[list[Array], str]:
+    """Return the arrays that are not None, and their names with their numbers of dimensions: "q:4 k:4"."""
+    given = [(name, array, rank) for name, (array, rank) in operands.items() if array is not None]
+    for name, array, rank in given:
+        if array.ndim != rank:
+            raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
+    return [array for _, array, _ in given], " ".join(f"{name}:{rank}" for name, _, rank in given)
 
 
 # Compiled also where the caller does not: an eager call would trace the handler anew each time.
@@ -253,6 +306,16 @@ def _run(
     )
     call = jax.ffi.ffi_call(f"tiledattn_{operation}", results, vmap_method="expand_dims")
     return call(q, *others, operands=operands, results=f"out:{q.ndim} lse:{q.ndim - 1}", **dict(options))
+
+
+@functools.partial(jax.jit, static_argnames=("operands",), inline=True)
+def _write(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Array, *, operands: str) -> Any:
+    results = tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool))
+    # vmap makes one pool of each problem, also of one that they share: each gets its own written copy.
+    call = jax.ffi.ffi_call(
+        "tiledattn_write_kv", results, vmap_method="broadcast_all", input_output_aliases={2: 0, 3: 1}
+    )
+    return call(k, v, k_pool, v_pool, slot_mapping, operands=operands, results="k_pool:4 v_pool:4")
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 // The calls as handlers of XLA's foreign function interface; tiledattn/jax.py registers them.
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 #include "bindings.h"
 #include "tiledattn/error.h"
 #include "tiledattn/one_shot.h"
@@ -68,6 +70,26 @@ struct MergeAttention {
   }
 };
 
+struct WriteKv {
+  static void run(const XlaCall& call, std::int64_t problem) {
+    WriteKvArgs args;
+    args.k = call.operand("k", problem);
+    args.v = call.operand("v", problem);
+    args.k_pool = pool(call, "k_pool", problem);
+    args.v_pool = pool(call, "v_pool", problem);
+    args.slot_mapping = call.operand("slot_mapping", problem);
+    write_kv(args, call.stream());
+  }
+
+  // In place: XLA copies a pool first that its caller keeps. A result of its own would hold nothing.
+  static Tensor pool(const XlaCall& call, const char* name, std::int64_t problem) {
+    const Tensor result = call.result(name, problem);
+    if (result.data != call.operand(name, problem).data)
+      throw Error(std::string(name) + ": XLA gave the result other memory than the argument");
+    return result;
+  }
+};
+
 template <typename Operation, DeviceKind kDevice>
 xla::Error* handle(xla::CallFrame* frame) {
   if (answer_metadata(*frame)) return nullptr;
@@ -102,6 +124,7 @@ void bind_jax(nb::module_& m) {
         all["flash_attention"] = handlers<FlashAttention>();
         all["paged_attention"] = handlers<PagedAttention>();
         all["merge_attention"] = handlers<MergeAttention>();
+        all["write_kv"] = handlers<WriteKv>();
         return all;
       },
       nb::sig("def jax_handlers() -> dict[str, dict[str, object]]"));
