@@ -256,12 +256,12 @@ struct StreamingAttention::Impl {
       fill(begun == taken, false);
       fold(args, with_positions, stream, result, failed);
     }
-    finish(first, end);
-    jobs.pop_front();
     result.complete = failed.empty();
     if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
     if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
     if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
+    finish(first, end);
+    jobs.pop_front();
     return result;
   }
 
