@@ -241,9 +241,6 @@ def test_wrong_sources_are_named(cpu):
         ta.StreamSequence(8, ta.KvPart(object.__new__(type("Thing", (), {})), [0]))
     with pytest.raises(TypeError, match=r"parts\[0\]: expected a KvPart"):
         ta.StreamSequence(8, [source])
-    big = make_streaming(cpu, data, scratch_bytes=4096)
-    with pytest.raises(ValueError, match="scratch_bytes: got 4096; expected at least"):
-        big.attend(data.q, sequences)
     with pytest.raises(ValueError, match="head_dim: got head dimension 300"):
         ta.TileGeometry(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=300, dtype="float32")
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
@@ -253,6 +250,30 @@ def test_wrong_sources_are_named(cpu):
         ta.PoolSource(memory, memory)
     with pytest.raises(IndexError, match="blocks: got block -1"):
         ta.PoolSource(data.k_pool, data.v_pool).evict([-1])
+
+
+@pytest.mark.parametrize("num_seqs", [1, 5])
+@pytest.mark.parametrize("kind", ["read", "pool"])
+@pytest.mark.parametrize("missing", [1, 256, 20_000])
+def test_scratch_without_room_for_a_tile_in_each_slot_is_refused(device, kind, num_seqs, missing):
+    """Also where a call has one tile alone, and when it is fetched ahead."""
+    data, source, _, sequences = small(device, kind)
+    first = [0, 2, 3, 4, 1][:num_seqs]
+    q, some = device.array(data.q[first]), [sequences[i] for i in first]
+    block_bytes = data.k_pool[0].nbytes + data.v_pool[0].nbytes
+    gap = 256 if kind == "pool" else 0  # the two planes are aligned
+    least = 3 * -(-(TILE * block_bytes + gap) // 256) * 256
+    tight = make_streaming(device, data, scratch_bytes=least)
+    if kind == "pool" and device.device == "cpu":
+        make_streaming(device, data, scratch_bytes=1024).attend(q, some)  # read in place
+        return
+    tight.attend(q, some)
+    few = make_streaming(device, data, scratch_bytes=least - missing)
+    for call in (lambda: few.attend(q, some), lambda: few.prefetch(some)):
+        with pytest.raises(
+            ValueError, match=f"scratch_bytes: got {least - missing}; expected at least {least}"
+        ):
+            call()
 
 
 @pytest.mark.parametrize(
