@@ -164,7 +164,7 @@ def test_q_positions_and_a_state_to_go_on_from(device):
     sequences = sequences_of(data, source)
     parts = [s.parts[0] for s in sequences]
     first = [
-        ta.StreamSequence(s.length, ta.KvPart(source, p.blocks[:3]))
+        ta.StreamSequence(s.length, ta.KvPart(source, p.blocks[:3], 0))
         for s, p in zip(sequences, parts, strict=True)
     ]
     rest = [
@@ -226,7 +226,7 @@ def test_wrong_calls_are_named(cpu, change, error, message):
 
 
 def test_wrong_sources_are_named(cpu):
-    data, source, streaming, sequences = small(cpu)
+    data, source, streaming, _ = small(cpu)
     half = ReadSource(data.k_pool.astype(np.float16), data.v_pool.astype(np.float16))
     with pytest.raises(TypeError, match="source 'bytes' holds float16; expected float32 like q"):
         streaming.attend(data.q, sequences_of(data, half))
@@ -239,8 +239,12 @@ def test_wrong_sources_are_named(cpu):
         ta.StreamSequence(8, ta.KvPart(source, [0.5]))
     with pytest.raises(TypeError, match=r"expected a PoolSource or an object with describe\(\) and read\(\)"):
         ta.StreamSequence(8, ta.KvPart(object.__new__(type("Thing", (), {})), [0]))
+    with pytest.raises(TypeError, match=r"expected a PoolSource or an object with describe\(\) and read\(\)"):
+        ta.StreamSequence(8, ta.KvPart(3, [0]))
     with pytest.raises(TypeError, match=r"parts\[0\]: expected a KvPart"):
         ta.StreamSequence(8, [source])
+    with pytest.raises(TypeError, match="parts: expected a KvPart or several, got ReadSource"):
+        ta.StreamSequence(8, source)
     with pytest.raises(ValueError, match="head_dim: got head dimension 300"):
         ta.TileGeometry(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=300, dtype="float32")
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
@@ -252,12 +256,23 @@ def test_wrong_sources_are_named(cpu):
         ta.PoolSource(data.k_pool, data.v_pool).evict([-1])
 
 
+def test_parts_hold_all_keys_unless_they_say_where_they_are(cpu):
+    _, source, _, _ = small(cpu)
+    with pytest.raises(ValueError, match="parts: got blocks for 8 keys; expected at least length = 9"):
+        ta.StreamSequence(9, ta.KvPart(source, [0, 1]))
+    with pytest.raises(ValueError, match="parts: got blocks for 12 keys; expected at least length = 1000"):
+        ta.StreamSequence(1000, [ta.KvPart(source, [0, 1]), ta.KvPart(source, [2])])
+    assert ta.StreamSequence(8, ta.KvPart(source, [0, 1])).length == 8
+    assert ta.StreamSequence(9, ta.KvPart(source, [0, 1], 0)).parts[0].position == 0
+    assert ta.StreamSequence(9).parts == ()
+
+
 @pytest.mark.parametrize("num_seqs", [1, 5])
 @pytest.mark.parametrize("kind", ["read", "pool"])
 @pytest.mark.parametrize("missing", [1, 256, 20_000])
 def test_scratch_without_room_for_a_tile_in_each_slot_is_refused(device, kind, num_seqs, missing):
     """Also where a call has one tile alone, and when it is fetched ahead."""
-    data, source, _, sequences = small(device, kind)
+    data, _, _, sequences = small(device, kind)
     first = [0, 2, 3, 4, 1][:num_seqs]
     q, some = device.array(data.q[first]), [sequences[i] for i in first]
     block_bytes = data.k_pool[0].nbytes + data.v_pool[0].nbytes

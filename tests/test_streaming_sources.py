@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 
 import calls
 import compare
@@ -148,6 +149,38 @@ def test_a_pin_that_raises_is_an_error_of_the_tile(device):
     with pytest.raises(ta.TileError, match="KeyError") as raised:
         attend(device, streaming, data, sequences_of(data, source))
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("form", ["dataclass", "slots"])
+def test_any_object_with_the_methods_is_a_source(device, form):
+    """One that has no hash, and one that no weak reference can name."""
+
+    @dataclass
+    class Data:
+        inner: ReadSource
+
+        def describe(self):
+            return self.inner.describe()
+
+        def read(self, blocks, buffer):
+            return self.inner.read(blocks, buffer)
+
+    class Slots:
+        __slots__ = ("inner",)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        describe, read = Data.describe, Data.read
+
+    data, inner, streaming, _ = small(device)
+    source = (Data if form == "dataclass" else Slots)(inner)
+    twice = [sequences_of(data, source) for _ in range(2)]
+    assert streaming.prefetch(twice[0])  # known again by its identity
+    got = attend(device, streaming, data, twice[1])
+    compare.result_close(got, calls.want_paged(data), "float32")
+    assert streaming.stats.prefetched_launches > 0
+    assert streaming.stats.dropped_launches == 0
 
 
 def test_sources_and_streamers_go_away(cpu):

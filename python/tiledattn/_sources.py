@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -300,12 +300,15 @@ class StreamSequence:
     length
         Keys of the sequence; slots from there on do not count.
     parts
-        A `KvPart`, or several in the order of keys. Keys that no part holds are left out.
+        A `KvPart`, or several in the order of keys. They hold all keys, unless a part is given its position: keys that
+        no part holds are then left out. No part at all: no keys.
 
     Raises
     ------
     TypeError
         For a source without `describe` and `read`, or ids that are no integers.
+    ValueError
+        For fewer blocks than the length needs, where no part has a position.
 
     Examples
     --------
@@ -319,6 +322,8 @@ class StreamSequence:
     __slots__ = ("_compiled", "length", "parts")
 
     def __init__(self, length: int, parts: KvPart | Sequence[KvPart] = ()) -> None:
+        if not isinstance(parts, (KvPart, Iterable)):
+            raise TypeError(f"parts: expected a KvPart or several, got {type(parts).__name__}")
         given = (parts,) if isinstance(parts, KvPart) else tuple(parts)
         self.length = length
         self._compiled = _core.StreamSequence(length)
@@ -333,6 +338,12 @@ class StreamSequence:
             self._compiled.add(_compiled_source(part.source), blocks.tolist(), position)
             placed.append(KvPart(part.source, blocks, position))
             position += len(blocks) * _block_size(part.source)
+        # Who gives positions may leave keys out, and a sequence without parts has none.
+        if placed and position < length and all(part.position is None for part in given):
+            raise ValueError(
+                f"parts: got blocks for {position} keys; expected at least length = {length} "
+                "(to leave keys out give each KvPart its position)"
+            )
         self.parts = tuple(placed)
 
     def __repr__(self) -> str:
@@ -350,15 +361,15 @@ def _block_ids(blocks: Any, name: str) -> BlockIds:
     return ids.astype(np.int64)
 
 
-# The compiled side of each source written in Python, while somebody uses it.
-_adapters: WeakKeyDictionary[Any, ref[_core.PythonSource]] = WeakKeyDictionary()
+# The compiled side of each source written in Python by the source's id, while somebody uses it: it keeps the source
+# alive, so no other object has that id.
+_adapters: WeakValueDictionary[int, _core.PythonSource] = WeakValueDictionary()
 
 
 def _compiled_source(source: PoolSource | TileSource) -> _core.TileSource:
     if isinstance(source, PoolSource):
         return source._compiled
-    known = _adapters.get(source)
-    adapter = known() if known else None
+    adapter = _adapters.get(id(source))
     if adapter is None:
         if not callable(getattr(source, "describe", None)) or not callable(getattr(source, "read", None)):
             raise TypeError(
@@ -367,7 +378,7 @@ def _compiled_source(source: PoolSource | TileSource) -> _core.TileSource:
             )
         name = str(getattr(source, "name", type(source).__name__))
         adapter = _core.PythonSource(source, _geometry(source)._compiled(), name)
-        _adapters[source] = ref(adapter)
+        _adapters[id(source)] = adapter
     return adapter
 
 
