@@ -237,6 +237,12 @@ def test_errors_keep_their_text(jit):
         call(q, k, k, window=(-1, None))
     with pytest.raises(ValueError, match=r"^q: got shape"):
         call(q[0], k, k)
+    with pytest.raises(TypeError, match=r"^k: expected a JAX array, got list"):
+        tj.flash_attention(q, [1.0], k)
+    with pytest.raises(TypeError, match=r"^q: expected a JAX array, got list"):
+        tj.paged_attention([1.0], k, k, k, k)
+    with pytest.raises(TypeError, match=r"^out_a: expected a JAX array, got float"):
+        tj.merge_attention(1.0, k, k, k)
     with pytest.raises(ValueError, match=r"^layout: "):
         call(q, k, k, layout="sbhd")
     assert call(q, k, k).shape == q.shape

@@ -64,6 +64,8 @@ def flash_attention(
 
     Raises
     ------
+    TypeError
+        For an argument that is no array.
     ValueError
         For an array with a wrong number of dimensions, or an unknown layout.
     jax.errors.JaxRuntimeError or ValueError
@@ -137,6 +139,8 @@ def paged_attention(
 
     Raises
     ------
+    TypeError
+        For an argument that is no array.
     ValueError
         For an array with a wrong number of dimensions.
     jax.errors.JaxRuntimeError or ValueError
@@ -152,7 +156,7 @@ def paged_attention(
     >>> tiledattn.jax.paged_attention(jnp.ones((1, 4, 8)), pool, pool, table, lens).shape
     (1, 4, 8)
     """
-    rank = q.ndim if cu_seqlens_q is None and q.ndim in (3, 4) else 3
+    rank = 4 if cu_seqlens_q is None and getattr(q, "ndim", 0) == 4 else 3
     operands = {
         "q": (q, rank),
         "k_pool": (k_pool, 4),
@@ -191,6 +195,8 @@ def merge_attention(
 
     Raises
     ------
+    TypeError
+        For an argument that is no array.
     ValueError
         For an array with a wrong number of dimensions.
     jax.errors.JaxRuntimeError or ValueError
@@ -205,7 +211,7 @@ def merge_attention(
     >>> float(out[0, 0]), round(float(lse[0]), 4)
     (2.0, 0.6931)
     """
-    rank = out_a.ndim
+    rank = getattr(out_a, "ndim", 0)
     operands = {
         "out_a": (out_a, rank),
         "lse_a": (lse_a, rank - 1),
@@ -237,6 +243,8 @@ def write_kv(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Arr
 
     Raises
     ------
+    TypeError
+        For an argument that is no array.
     ValueError
         For an array with a wrong number of dimensions.
     jax.errors.JaxRuntimeError or ValueError
@@ -285,6 +293,8 @@ def _given(operands: dict[str, tuple[Array | None, int]]) -> tuple[list[Array], 
     """Return the arrays that are not None, and their names with their numbers of dimensions: "q:4 k:4"."""
     given = [(name, array, rank) for name, (array, rank) in operands.items() if array is not None]
     for name, array, rank in given:
+        if not hasattr(array, "ndim"):
+            raise TypeError(f"{name}: expected a JAX array, got {type(array).__name__}")
         if array.ndim != rank:
             raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
     return [array for _, array, _ in given], " ".join(f"{name}:{rank}" for name, _, rank in given)
