@@ -83,8 +83,8 @@ class StreamStats:
             f"{self.calls} calls, {self.launches} launches ({self.prefetched_launches} prefetched, "
             f"{self.dropped_launches} dropped), {self.failed_tiles} tiles failed"
         )
-        lines.append(
-            f"{self.seconds:.4f} s in attend, {self.stall_seconds:.4f} s of them waiting; "
-            f"the link was in use for {self.link_use:.0%} of the time"
-        )
+        time = f"{self.seconds:.4f} s in attend, {self.stall_seconds:.4f} s of them waiting"
+        if self.link.tiles:  # copies into GPU memory; the CPU has none
+            time += f"; the link was in use for {self.link_use:.0%} of the time"
+        lines.append(time)
         return "\n".join(lines)
