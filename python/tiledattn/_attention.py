@@ -265,7 +265,11 @@ class TiledAttention:
 
     @property
     def m(self) -> Array:
-        """Live view of the running maxima ``[max_seqs, Hq]`` (``max_q_len > 1``: ``[max_seqs, max_q_len, Hq]``)."""
+        """Live view of the running maxima ``[max_seqs, Hq]`` (``max_q_len > 1``: ``[max_seqs, max_q_len, Hq]``).
+
+        It belongs to no library: ``np.asarray(attn.m)``, ``torch.from_dlpack(attn.m)`` or ``cupy.from_dlpack(attn.m)``
+        make an array of it without a copy.
+        """
         return self._core.m
 
     @property

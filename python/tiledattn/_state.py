@@ -47,7 +47,11 @@ class State:
 
     @property
     def m(self) -> Array:
-        """Running maxima ``[num_seqs, Hq]`` (``[num_seqs, max_q_len, Hq]`` where that is over 1)."""
+        """Running maxima ``[num_seqs, Hq]`` (``[num_seqs, max_q_len, Hq]`` where that is over 1).
+
+        It belongs to no library: ``np.asarray(state.m)`` or ``torch.from_dlpack(state.m)`` make an array of it without
+        a copy.
+        """
         return self._compiled.m
 
     @property

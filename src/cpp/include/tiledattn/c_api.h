@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C interface (C99), for engines in other languages. It offers what the C++ headers offer.
+ * The C interface (C99), for engines in other languages. It offers what the C++ headers offer, but
+ * for streaming (streaming.h and tile_source.h).
  *
  * Conventions
  * - A struct whose bytes are all zero holds the defaults. Optional members are pointers: NULL means
