@@ -9,6 +9,7 @@ set(tiledattn_core_sources
     src/cpp/attention.cpp
     src/cpp/backends.cpp
     src/cpp/c_api.cpp
+    src/cpp/check_quantized.cpp
     src/cpp/check_tensor.cpp
     src/cpp/checks.cpp
     src/cpp/checks_one_shot.cpp
@@ -54,6 +55,8 @@ set(tiledattn_cuda_sources
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu
     src/cuda/decode/inst/decode_plain_f32.cu
+    src/cuda/decode/inst/decode_plain_f8.cu
+    src/cuda/decode/inst/decode_plain_i8.cu
     src/cuda/decode/inst/decode_sm90_bf16_d128.cu
     src/cuda/decode/inst/decode_sm90_bf16_d192.cu
     src/cuda/decode/inst/decode_sm90_bf16_d256.cu
@@ -70,6 +73,8 @@ set(tiledattn_cuda_sources
     src/cuda/prefill/inst/prefill_plain_bf16.cu
     src/cuda/prefill/inst/prefill_plain_f16.cu
     src/cuda/prefill/inst/prefill_plain_f32.cu
+    src/cuda/prefill/inst/prefill_plain_f8.cu
+    src/cuda/prefill/inst/prefill_plain_i8.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128_general.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128_short.cu

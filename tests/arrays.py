@@ -20,6 +20,7 @@ NP_DTYPE = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @functools.cache
@@ -94,6 +95,8 @@ class TorchCarrier(Carrier):
     def array(self, x):
         if x.dtype == NP_DTYPE["bfloat16"]:
             return self._tensor(x.view(np.int16)).view(self.torch.bfloat16)
+        if x.dtype == FLOAT8:
+            return self._tensor(x.view(np.uint8)).view(self.torch.float8_e4m3fn)
         return self._tensor(x)
 
     def _tensor(self, x):
@@ -103,6 +106,8 @@ class TorchCarrier(Carrier):
     def numpy(self, x):
         if x.dtype == self.torch.bfloat16:
             return x.view(self.torch.int16).cpu().numpy().view(NP_DTYPE["bfloat16"])
+        if x.dtype == self.torch.float8_e4m3fn:
+            return x.view(self.torch.uint8).cpu().numpy().view(FLOAT8)
         return x.cpu().numpy()
 
     def is_array(self, x):

@@ -15,6 +15,7 @@ import arrays
 import calls
 import cases
 import compare
+import quantised
 import reference
 import tiledattn as ta
 
@@ -32,6 +33,7 @@ FLASH = (
 )
 PAGED = ("decode", "empties", "ragged", "ragged_all", "decode_block_7", "d256", "long", "mqa_71")
 TILED = ("decode", "empties", "positions_q_len_5", "everything", "block_1", "d_odd", "long")
+QUANTISED = ("decode", "ragged_all", "decode_block_7", "long", "d_odd")
 
 
 def main():
@@ -55,6 +57,13 @@ def main():
                 data = case.make(dtype)
                 compare.result_close(calls.run_tiled(carrier, data), calls.want_tiled(data).finalize(), dtype)
                 count += 1
+        for case in cases.PAGED:
+            if case.name in QUANTISED:
+                for kv_dtype in quantised.KV_DTYPES:
+                    for shape in quantised.SCALES:
+                        made = quantised.make(case, dtype, kv_dtype, shape)
+                        compare.result_close(made.run(carrier), made.want(), dtype)
+                        count += 1
     print(json.dumps({"isa": ta.info()["cpu_isa"], "count": count}))
 
 

@@ -7,12 +7,14 @@ import json
 
 import core_set
 import processes
+import quantised
 import tiledattn as ta
 
 
 def test_core_set(isa):
     said = json.loads(processes.run("core_set.py", TILEDATTN_CPU_ISA=isa))
-    wanted = 3 * (len(core_set.FLASH) + len(core_set.PAGED) + len(core_set.TILED))
+    quantised_runs = len(core_set.QUANTISED) * len(quantised.KV_DTYPES) * len(quantised.SCALES)
+    wanted = 3 * (len(core_set.FLASH) + len(core_set.PAGED) + len(core_set.TILED) + quantised_runs)
     assert said == {"isa": isa, "count": wanted}
 
 

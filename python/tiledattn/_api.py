@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from . import _core
-from ._attention import refuse_scales
 from ._types import Array, DeviceLike, StreamLike, Support, Window, Workspace
 
 
@@ -160,7 +159,8 @@ def paged_attention(
         ``[B, Hq, D]``, ``[B, Sq, Hq, D]``, or ragged ``[total_q, Hq, D]`` with ``cu_seqlens_q``; bfloat16,
         float16 or float32. The last query token of a sequence is at position ``seq_lens - 1``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, any outer strides.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, or both float8_e4m3fn or
+        int8; any outer strides.
     block_table
         ``[B, max_blocks]`` int32 or int64: block ids of each sequence, in order. Entries past its length are
         not read.
@@ -177,7 +177,9 @@ def paged_attention(
     sinks
         ``[Hq]`` float32: one extra logit for each query head, without a value.
     k_scale, v_scale
-        None: quantised KV is not supported yet.
+        Scales of quantised pools: a float, or float32 ``[Hk]``, ``[num_blocks, Hk]`` or
+        ``[num_blocks, P, Hk]`` on the device of q. A stored element counts as itself times its scale. None
+        means 1 for float8_e4m3fn; int8 needs a scale. Other pools take none.
     cu_seqlens_q
         ``[B + 1]`` int32 or int64: where the query tokens of each sequence begin, and the total.
     max_seqlen_q
@@ -225,8 +227,6 @@ def paged_attention(
     >>> out.shape
     (1, 4, 8)
     """
-    if k_scale is not None or v_scale is not None:
-        refuse_scales(k_scale, v_scale)
     return _core.paged_attention(
         q,
         k_pool,
@@ -238,6 +238,8 @@ def paged_attention(
         window,
         softcap,
         sinks,
+        k_scale,
+        v_scale,
         cu_seqlens_q,
         max_seqlen_q,
         out,
@@ -320,11 +322,14 @@ def write_kv(
     k, v
         ``[tokens, Hk, D]`` and ``[tokens, Hk, Dv]``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the same type, written in place.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the same type, or both float8_e4m3fn or
+        int8; written in place.
     slot_mapping
         ``[tokens]`` int32 or int64: ``block * P + offset``; a negative slot skips the token.
     k_scale, v_scale
-        None: quantised KV is not supported yet.
+        Scales of quantised pools, as in `paged_attention`. An element is stored as its value divided by its
+        scale, rounded to nearest even. Beyond 448 (float8_e4m3fn) or 127 (int8) in magnitude it is that
+        number; NaN stays NaN in float8_e4m3fn and becomes 0 in int8.
     check
         Wait, and raise what the device found in ``slot_mapping``.
     stream
@@ -348,9 +353,7 @@ def write_kv(
     >>> pool.sum(axis=(2, 3)).tolist()
     [[0.0, 0.0, 0.0, 0.0], [0.0, 8.0, 0.0, 0.0]]
     """
-    if k_scale is not None or v_scale is not None:
-        refuse_scales(k_scale, v_scale)
-    _core.write_kv(k, v, k_pool, v_pool, slot_mapping, check, stream)
+    _core.write_kv(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check, stream)
 
 
 def supports(
@@ -358,6 +361,7 @@ def supports(
     *,
     device: DeviceLike = None,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
     num_q_heads: int = 1,
     num_kv_heads: int = 1,
     head_dim: int = 128,
@@ -373,7 +377,9 @@ def supports(
     device
         ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None means the best device present.
     dtype
-        Element type of q, K and V, by name.
+        Element type of q, by name.
+    kv_dtype
+        Element type of K and V: ``"float8_e4m3fn"`` or ``"int8"`` for a quantised cache; None means that of q.
     num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size
         Sizes of the call; ``head_dim_v`` None means ``head_dim``.
 
@@ -394,7 +400,9 @@ def supports(
     True
     """
     return Support(
-        *_core.supports(operation, device, dtype, num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size)
+        *_core.supports(
+            operation, device, dtype, kv_dtype, num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size
+        )
     )
 
 

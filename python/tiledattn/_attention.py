@@ -10,12 +10,6 @@ from ._state import State
 from ._types import Array, DeviceLike, StreamLike, TiledAttentionDims, Window
 
 
-def refuse_scales(k_scale: object, v_scale: object) -> NoReturn:
-    """Refuse the scales of a quantised KV cache."""
-    name, value = ("k_scale", k_scale) if k_scale is not None else ("v_scale", v_scale)
-    raise ValueError(f"{name}: got {type(value).__name__}; expected None: quantised KV is not supported yet")
-
-
 class TiledAttention:
     """Exact attention over a KV cache of which only a tile of blocks is at hand at a time.
 
@@ -136,7 +130,8 @@ class TiledAttention:
             ``[B, Hq, D]``, or ``[B, Sq, Hq, D]`` with ``Sq <= max_q_len``; bfloat16, float16 or float32. The
             first tile of a step fixes ``Sq``, the type and the framework.
         k_pool, v_pool
-            ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, any outer strides.
+            ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, or both
+            float8_e4m3fn or int8; any outer strides.
         tile_blocks
             ``[B, T']`` int32 or int64 with ``T' <= tile_capacity``: block ids, in the order of the sequence.
         tile_block_counts
@@ -150,7 +145,9 @@ class TiledAttention:
             token. Query token ``i`` then sees keys at or before ``q_positions + i`` and inside the window
             only.
         k_scale, v_scale
-            None: quantised KV is not supported yet.
+            Scales of quantised pools: a float, or float32 ``[Hk]``, ``[num_blocks, Hk]`` or
+            ``[num_blocks, P, Hk]`` on the device of q. A stored element counts as itself times its scale. None
+            means 1 for float8_e4m3fn; int8 needs a scale. Other pools take none.
         out
             ``q.shape[:-1] + (Dv,)`` of the type of q, or float32. Given: this is the last tile, and the
             result is written in the same launch.
@@ -176,8 +173,6 @@ class TiledAttention:
             For a block id outside the pool. On a GPU the next call raises it, `check` or ``check=True`` at
             once; until the next step that sequence's results are NaN.
         """
-        if k_scale is not None or v_scale is not None:
-            refuse_scales(k_scale, v_scale)
         return self._core.step_tile(
             q,
             k_pool,
@@ -187,6 +182,8 @@ class TiledAttention:
             last_block_valid_slots,
             kv_positions,
             q_positions,
+            k_scale,
+            v_scale,
             out,
             lse,
             check,

@@ -275,6 +275,8 @@ tiledattn_status tiledattn_write_kv(const tiledattn_write_kv_args* args, void* s
     write.k_pool = to_tensor(from.k_pool, "k_pool");
     write.v_pool = to_tensor(from.v_pool, "v_pool");
     write.slot_mapping = to_tensor(from.slot_mapping, "slot_mapping");
+    write.k_scale = to_scale(from.k_scale, "k_scale");
+    write.v_scale = to_scale(from.v_scale, "v_scale");
     write.check = from.check != 0;
     write_kv(write, to_stream(stream));
   });

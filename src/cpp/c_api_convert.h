@@ -89,6 +89,14 @@ inline std::optional<Tensor> to_optional_tensor(const tiledattn_tensor* pointer,
   return pointer ? std::optional<Tensor>(to_tensor(pointer, argument)) : std::nullopt;
 }
 
+inline std::optional<KvScale> to_scale(const tiledattn_scale& from, const char* argument) {
+  if (from.number && from.array)
+    throw ValueError(std::string(argument) + ": has a number and an array; expected one of them");
+  if (from.number) return *from.number;
+  if (from.array) return to_tensor(from.array, argument);
+  return std::nullopt;
+}
+
 inline void from_tensor(const Tensor& from, tiledattn_tensor* to) {
   if (!to) return;
   *to = {};
@@ -154,6 +162,8 @@ inline TileArgs to_tile(const tiledattn_tile_args& from) {
   tile.last_block_valid_slots_all = optional_value(from.last_block_valid_slots_all);
   tile.kv_positions = to_optional_tensor(from.kv_positions, "kv_positions");
   tile.q_positions = to_optional_tensor(from.q_positions, "q_positions");
+  tile.k_scale = to_scale(from.k_scale, "k_scale");
+  tile.v_scale = to_scale(from.v_scale, "v_scale");
   tile.out = to_optional_tensor(from.out, "out");
   tile.lse = to_optional_tensor(from.lse, "lse");
   return tile;
@@ -190,6 +200,8 @@ inline PagedArgs to_paged(const tiledattn_paged_args& from) {
   args.seq_lens = to_tensor(from.seq_lens, "seq_lens");
   args.out = to_tensor(from.out, "out");
   args.lse = to_optional_tensor(from.lse, "lse");
+  args.k_scale = to_scale(from.k_scale, "k_scale");
+  args.v_scale = to_scale(from.v_scale, "v_scale");
   args.causal = to_bool(from.causal, true, "causal");
   args.cu_seqlens_q = to_optional_tensor(from.cu_seqlens_q, "cu_seqlens_q");
   args.max_seqlen_q = optional_value(from.max_seqlen_q);
@@ -216,6 +228,7 @@ inline SupportQuery to_query(const tiledattn_support_query& from) {
   }
   query.device = to_device(from.device, "device");
   if (from.dtype) query.dtype = to_dtype(from.dtype, "dtype");
+  if (from.kv_dtype) query.kv_dtype = to_dtype(from.kv_dtype, "kv_dtype");
   if (from.num_q_heads) query.num_q_heads = from.num_q_heads;
   if (from.num_kv_heads) query.num_kv_heads = from.num_kv_heads;
   if (from.head_dim) query.head_dim = from.head_dim;

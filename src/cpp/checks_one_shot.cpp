@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "check_quantized.h"
 #include "check_tensor.h"
 #include "checks.h"
 
@@ -74,11 +75,9 @@ OutputView check_result(const Tensor& q, const Axes& axes, std::int64_t head_dim
   return view;
 }
 
-/// Types and devices of q and of what holds K and V; head counts and dimensions into the problem.
+/// Devices of q and of what holds K and V; head counts and dimensions into the problem.
 void check_qkv(AttentionProblem& p, const Tensor& q, int q_head_axis, const char* k_name,
                const Tensor& k, const char* v_name, const Tensor& v, int k_head_axis) {
-  check_same_dtype(k_name, k, q.dtype, "q");
-  check_same_dtype(v_name, v, q.dtype, "q");
   check_device(k_name, k, q.device, "q");
   check_device(v_name, v, q.device, "q");
   p.num_q_heads = q.shape[q_head_axis];
@@ -139,7 +138,11 @@ AttentionProblem check_flash_attention(const FlashArgs& args) {
   check_hint("max_seqlen_k", args.max_seqlen_k);
   check_workspace(args.workspace, q.device);
 
+  check_same_dtype("k", args.k, q.dtype, "q");
+  check_same_dtype("v", args.v, q.dtype, "q");
+
   AttentionProblem p;
+  p.kv_dtype = q.dtype;
   check_qkv(p, q, axes.head, "k", args.k, "v", args.v, axes.head);
   const std::int64_t seqlen_k = size_along(args.k, axes.seq);
   const std::int64_t batch = size_along(q, axes.batch);
@@ -179,8 +182,7 @@ AttentionProblem check_flash_attention(const FlashArgs& args) {
 AttentionProblem check_paged_attention(const PagedArgs& args) {
   const Tensor& q = args.q;
   check_attention_dtype("q", q);
-  check_attention_dtype("k_pool", args.k_pool);
-  check_attention_dtype("v_pool", args.v_pool);
+  check_pool_dtypes(args.k_pool, args.v_pool, q.dtype, "q");
   const bool packed = args.cu_seqlens_q.has_value();
   if (packed) {
     check_rank("q", q, 3, "[total_q, num_q_heads, head_dim] with cu_seqlens_q");
@@ -213,6 +215,9 @@ AttentionProblem check_paged_attention(const PagedArgs& args) {
   check_layout("q", q);
   check_layout("k_pool", args.k_pool);
   check_layout("v_pool", args.v_pool);
+  p.kv_dtype = args.k_pool.dtype;
+  p.k_scale = check_scale("k_scale", args.k_scale, args.k_pool, "q");
+  p.v_scale = check_scale("v_scale", args.v_scale, args.v_pool, "q");
   check_score_options(args.score, q.device, p.num_q_heads);
 
   if (packed) {
@@ -316,6 +321,7 @@ WriteKvProblem check_write_kv(const WriteKvArgs& args) {
   p.num_blocks = args.k_pool.shape[0];
   p.block_size = args.k_pool.shape[1];
   p.dtype = args.k.dtype;
+  p.pool_dtype = args.k_pool.dtype;
   const NamedSize tokens{"tokens", p.num_tokens};
   const NamedSize heads{"num_kv_heads", p.num_kv_heads};
   const NamedSize blocks{"num_blocks", p.num_blocks};
@@ -324,15 +330,11 @@ WriteKvProblem check_write_kv(const WriteKvArgs& args) {
   check_shape("k_pool", args.k_pool, {blocks, block_size, heads, {"head_dim", p.head_dim}});
   check_shape("v_pool", args.v_pool, {blocks, block_size, heads, {"head_dim_v", p.head_dim_v}});
 
-  struct Named {
-    const char* name;
-    const Tensor* tensor;
-  };
-  for (const Named& array :
-       {Named{"v", &args.v}, Named{"k_pool", &args.k_pool}, Named{"v_pool", &args.v_pool}}) {
-    check_same_dtype(array.name, *array.tensor, p.dtype, "k");
-    check_device(array.name, *array.tensor, args.k.device, "k");
-  }
+  check_same_dtype("v", args.v, p.dtype, "k");
+  check_pool_dtypes(args.k_pool, args.v_pool, p.dtype, "k");
+  check_device("v", args.v, args.k.device, "k");
+  check_device("k_pool", args.k_pool, args.k.device, "k");
+  check_device("v_pool", args.v_pool, args.k.device, "k");
   check_layout("k", args.k);
   check_layout("v", args.v);
   check_writable_layout("k_pool", args.k_pool);
@@ -342,6 +344,8 @@ WriteKvProblem check_write_kv(const WriteKvArgs& args) {
   p.v = {args.v.data, 0, args.v.strides[0], args.v.strides[1]};
   p.k_pool = pool_view(args.k_pool);
   p.v_pool = pool_view(args.v_pool);
+  p.k_scale = check_scale("k_scale", args.k_scale, args.k_pool, "k");
+  p.v_scale = check_scale("v_scale", args.v_scale, args.v_pool, "k");
   return p;
 }
 

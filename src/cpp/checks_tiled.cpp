@@ -2,6 +2,7 @@
 // Checks of TiledAttention: dims, step_tile, finalize.
 #include <string>
 
+#include "check_quantized.h"
 #include "check_tensor.h"
 #include "checks.h"
 
@@ -69,10 +70,7 @@ void check_pools(AttentionProblem& p, const TiledAttentionDims& dims, Device dev
                  const TileArgs& tile) {
   const Tensor& k = tile.k_pool;
   const Tensor& v = tile.v_pool;
-  check_attention_dtype("k_pool", k);
-  check_attention_dtype("v_pool", v);
-  check_same_dtype("k_pool", k, p.q.dtype, "q");
-  check_same_dtype("v_pool", v, p.q.dtype, "q");
+  check_pool_dtypes(k, v, p.q.dtype, "q");
   check_device("k_pool", k, device, kOwner);
   check_device("v_pool", v, device, kOwner);
   check_shape("k_pool", k,
@@ -89,6 +87,9 @@ void check_pools(AttentionProblem& p, const TiledAttentionDims& dims, Device dev
   check_layout("v_pool", v);
   p.k = pool_view(k);
   p.v = pool_view(v);
+  p.kv_dtype = k.dtype;
+  p.k_scale = check_scale("k_scale", tile.k_scale, k, kOwner);
+  p.v_scale = check_scale("v_scale", tile.v_scale, v, kOwner);
   p.num_blocks = k.shape[0];
   p.block_size = dims.block_size;
 }

@@ -120,6 +120,10 @@ Support supports(const SupportQuery& query) {
     const Tensor q =
         make_tensor(nullptr, query.dtype, query.device, {1, query.num_q_heads, query.head_dim});
     check_attention_dtype("dtype", q);
+    Tensor kv = q;
+    kv.dtype = query.kv_dtype.value_or(query.dtype);
+    const bool has_scales = query.operation != SupportQuery::Operation::flash_attention;
+    if (!has_scales || !is_quantized(kv.dtype)) check_same_dtype("kv_dtype", kv, q.dtype, "dtype");
     const Backend& backend = backend_for(query.device);
 
     AttentionProblem problem;
@@ -129,6 +133,7 @@ Support supports(const SupportQuery& query) {
     problem.head_dim = query.head_dim;
     problem.head_dim_v = dims.value_dim();
     problem.q.dtype = problem.out.dtype = query.dtype;
+    problem.kv_dtype = kv.dtype;
     // One block of a contiguous cache.
     problem.num_blocks = problem.table_width = 1;
     problem.block_size = query.block_size;

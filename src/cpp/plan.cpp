@@ -181,6 +181,7 @@ const char* to_string(Kernel kernel) {
 
 Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_bytes,
                int compute_capability) {
+  if (p.quantized()) compute_capability = 0;  // the plain kernels alone read scales
   Plan plan;
   if (!device.is_cpu() && is_decode(p) && compute_capability == 90 && fits_decode_sm90(p)) {
     plan_decode_sm90(p, workspace_bytes, plan);

@@ -85,6 +85,23 @@ struct PoolView {
   std::int64_t head_stride = 0;
 };
 
+/// The scales of quantised K or V: an element counts as its stored value times the scale of its
+/// block, token and KV head.
+struct ScaleView {
+  const float* data = nullptr;  ///< null: `all` is the scale of every element
+  std::int64_t block_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+  float all = 1.0f;
+  bool by_key = false;  ///< the keys of a head may have different scales
+
+  TILEDATTN_HOST_DEVICE float at(std::int64_t block, std::int64_t token,
+                                 std::int64_t kv_head) const {
+    if (data == nullptr) return all;
+    return data[block * block_stride + token * token_stride + kv_head * head_stride];
+  }
+};
+
 /// The running state (natural units); absent when `m` is null.
 struct StateView {
   float* m = nullptr;
@@ -154,6 +171,9 @@ struct AttentionProblem {
   KeySource key_source = KeySource::dense;
   PoolView k;
   PoolView v;
+  DType kv_dtype = DType::float32;  ///< of k and v: that of q, or a quantised one
+  ScaleView k_scale;                ///< with a quantised kv_dtype
+  ScaleView v_scale;
   IndexView table;  ///< [num_seqs, table_width] block ids (tiles, paged)
   std::int64_t table_width = 0;
   std::int64_t block_size = 0;
@@ -183,6 +203,7 @@ struct AttentionProblem {
 
   TILEDATTN_HOST_DEVICE std::int64_t gqa_ratio() const { return num_q_heads / num_kv_heads; }
   TILEDATTN_HOST_DEVICE bool packed_q() const { return cu_seqlens_q.given(); }
+  TILEDATTN_HOST_DEVICE bool quantized() const { return is_quantized(kv_dtype); }
 };
 
 /// One sequence of a problem.
@@ -262,17 +283,31 @@ TILEDATTN_HOST_DEVICE KeyRange visible_keys(const AttentionProblem& p, const Seq
   return {visible_keys(p, s, first).begin, visible_keys(p, s, last).end};
 }
 
+/// Where a key is in a pool.
+struct KeyPlace {
+  std::int64_t block = 0;
+  std::int64_t token = 0;
+};
+
+/// The place of key `j`.
+TILEDATTN_HOST_DEVICE KeyPlace key_place(const AttentionProblem& p, const Sequence& s,
+                                         std::int64_t j) {
+  if (p.table.given()) return {p.table.at(s.index, j / p.block_size), j % p.block_size};
+  return {s.index, s.kv_begin + j};
+}
+
+/// The element offset of a KV head of the key at `place`.
+TILEDATTN_HOST_DEVICE std::int64_t pool_offset(const PoolView& pool, KeyPlace place,
+                                               std::int64_t kv_head) {
+  return place.block * pool.block_stride + place.token * pool.token_stride +
+         kv_head * pool.head_stride;
+}
+
 /// The element offset of key `j` of KV head `kv_head` in K (or V).
 TILEDATTN_HOST_DEVICE std::int64_t key_offset(const AttentionProblem& p, const PoolView& pool,
                                               const Sequence& s, std::int64_t j,
                                               std::int64_t kv_head) {
-  std::int64_t block = s.index;
-  std::int64_t token = s.kv_begin + j;
-  if (p.table.given()) {
-    block = p.table.at(s.index, j / p.block_size);
-    token = j % p.block_size;
-  }
-  return block * pool.block_stride + token * pool.token_stride + kv_head * pool.head_stride;
+  return pool_offset(pool, key_place(p, s, j), kv_head);
 }
 
 namespace detail {
@@ -392,7 +427,7 @@ struct MergeAttentionProblem {
   float lse_scale = 1.0f;  ///< natural logarithm = lse * lse_scale
 };
 
-/// Tokens copied into the slots of a pool.
+/// Tokens copied into the slots of a pool, or quantised on the way.
 struct WriteKvProblem {
   std::int64_t num_tokens = 0;
   std::int64_t num_kv_heads = 0;
@@ -400,11 +435,14 @@ struct WriteKvProblem {
   std::int64_t head_dim_v = 0;
   std::int64_t block_size = 0;
   std::int64_t num_blocks = 0;
-  DType dtype = DType::float32;  ///< of k, v and both pools
-  PoolView k;                    ///< source: block_stride 0
+  DType dtype = DType::float32;       ///< of k and v
+  DType pool_dtype = DType::float32;  ///< of both pools: the same, or a quantised one
+  PoolView k;                         ///< source: block_stride 0
   PoolView v;
   PoolView k_pool;  ///< written, although the view says const
   PoolView v_pool;
+  ScaleView k_scale;  ///< with a quantised pool_dtype
+  ScaleView v_scale;
   IndexView slot_mapping;
   FaultRecord* faults = nullptr;
 };

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -32,8 +33,12 @@ void with_element_type(DType dtype, F&& f) {
       return f(static_cast<__half*>(nullptr));
     case DType::bfloat16:
       return f(static_cast<__nv_bfloat16*>(nullptr));
+    case DType::float8_e4m3fn:
+      return f(static_cast<__nv_fp8_e4m3*>(nullptr));
+    case DType::int8:
+      return f(static_cast<std::int8_t*>(nullptr));
     default:
-      throw TypeError("q: got " + to_string(dtype) + "; expected float32, float16 or bfloat16");
+      throw TypeError("k_pool: got " + to_string(dtype) + ", which no kernel reads");
   }
 }
 
@@ -52,7 +57,7 @@ void launch_group(const AttendParams& params, Kernel kernel, std::int32_t* count
   if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
   if (params.num_seqs == 0 || p.total_q == 0) return;
   if (kernel == Kernel::cuda_prefill_sm90) return launch_prefill_sm90(params, counters, stream);
-  with_element_type(p.q.dtype, [&](auto* element) {
+  with_element_type(p.kv_dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
     launch_decode_plain<T>(params, stream);
@@ -78,8 +83,8 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
 
   AttendParams params;
   params.problem = problem;
-  params.vector_k = vector_rows(problem.k, problem.head_dim, problem.q.dtype);
-  params.vector_v = vector_rows(problem.v, problem.head_dim_v, problem.q.dtype);
+  params.vector_k = vector_rows(problem.k, problem.head_dim, problem.kv_dtype);
+  params.vector_v = vector_rows(problem.v, problem.head_dim_v, problem.kv_dtype);
   if (needs_validation(problem)) params.flags = static_cast<std::int32_t*>(scratch);
   params.max_segments = plan.max_segments;
   params.segment_limit = plan.segment_limit;

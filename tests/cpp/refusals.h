@@ -52,6 +52,21 @@ inline constexpr DType kBool = static_cast<DType>(0x0608);
 inline constexpr DType kUint32 = static_cast<DType>(0x0120);
 inline constexpr DType kFloat64 = static_cast<DType>(0x0240);
 
+/// float32 numbers that live as long as the process.
+inline Tensor floats(std::initializer_list<std::int64_t> shape) {
+  static auto& arrays = *new std::deque<Array>;
+  return arrays.emplace_back(Host(shape, 1), DType::float32, kCpu);
+}
+
+/// Makes both pools int8 and sets their scales.
+template <typename Args>
+void quantized(Args& args, std::optional<KvScale> k_scale = {},
+               std::optional<KvScale> v_scale = {}) {
+  args.k_pool.dtype = args.v_pool.dtype = DType::int8;
+  args.k_scale = k_scale;
+  args.v_scale = v_scale;
+}
+
 inline Tensor shortened(Tensor tensor) {  // one row fewer
   --tensor.shape[0];
   return tensor;

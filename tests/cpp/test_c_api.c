@@ -419,6 +419,62 @@ static void test_write_kv(void) {
   CHECK_ERROR(tiledattn_write_kv(&args, NULL), TILEDATTN_INDEX_ERROR, "slot_mapping", "8");
 }
 
+/* One key, written and read: the output is V as it was stored. */
+static void test_quantized(void) {
+  enum { kHeads = 2, kWidth = 4 };
+  const double tenth = 0.1;
+  float scales[kHeads] = {0.5f, 2.0f};
+  float k[kHeads * kWidth] = {1, 2, 3, 4, 5, 6, 7, 8};
+  float v[kHeads * kWidth] = {1, 1.3f, -3, 100, 1, 1.3f, -3, 300};
+  const float want[kHeads * kWidth] = {1, 1.5f, -3, 63.5f, 0, 2, -4, 254};
+  int8_t k_slots[kHeads * kWidth] = {0}, v_slots[kHeads * kWidth] = {0};
+  float out[kHeads * kWidth];
+  int32_t zero = 0, one = 1;
+  const tiledattn_tensor k_tensor = tensor(k, TILEDATTN_FLOAT32, 3, 1, kHeads, kWidth, 0);
+  const tiledattn_tensor v_tensor = tensor(v, TILEDATTN_FLOAT32, 3, 1, kHeads, kWidth, 0);
+  const tiledattn_tensor k_to = tensor(k_slots, TILEDATTN_INT8, 4, 1, 1, kHeads, kWidth);
+  const tiledattn_tensor v_to = tensor(v_slots, TILEDATTN_INT8, 4, 1, 1, kHeads, kWidth);
+  const tiledattn_tensor by_head = tensor(scales, TILEDATTN_FLOAT32, 1, kHeads, 0, 0, 0);
+  const tiledattn_tensor mapping = tensor(&zero, TILEDATTN_INT32, 1, 1, 0, 0, 0);
+  const tiledattn_tensor blocks = tensor(&zero, TILEDATTN_INT32, 2, 1, 1, 0, 0);
+  const tiledattn_tensor length = tensor(&one, TILEDATTN_INT32, 1, 1, 0, 0, 0);
+  const tiledattn_tensor result = tensor(out, TILEDATTN_FLOAT32, 3, 1, kHeads, kWidth, 0);
+  tiledattn_write_kv_args write = {0};
+  tiledattn_paged_args read = {0};
+  tiledattn_support_query query = {0};
+  tiledattn_support support;
+  int i;
+  write.k = &k_tensor;
+  write.v = &v_tensor;
+  write.k_pool = &k_to;
+  write.v_pool = &v_to;
+  write.slot_mapping = &mapping;
+  write.k_scale.number = &tenth;
+  CHECK_ERROR(tiledattn_write_kv(&write, NULL), TILEDATTN_VALUE_ERROR, "v_scale", "int8");
+  write.v_scale.array = &by_head;
+  CHECK_OK(tiledattn_write_kv(&write, NULL));
+  CHECK(k_slots[0] == 10 && k_slots[7] == 80);
+  read.q = &k_tensor;
+  read.k_pool = &k_to;
+  read.v_pool = &v_to;
+  read.block_table = &blocks;
+  read.seq_lens = &length;
+  read.out = &result;
+  read.k_scale = write.k_scale;
+  read.v_scale = write.v_scale;
+  CHECK_OK(tiledattn_paged_attention(&read, NULL));
+  for (i = 0; i < kHeads * kWidth; ++i) CHECK(out[i] == want[i]);
+  read.v_scale.number = &tenth;
+  CHECK_ERROR(tiledattn_paged_attention(&read, NULL), TILEDATTN_VALUE_ERROR, "v_scale", "array");
+  query.operation = TILEDATTN_TILED_ATTENTION;
+  query.kv_dtype = TILEDATTN_INT8;
+  CHECK_OK(tiledattn_supports(&query, &support));
+  CHECK(support.supported);
+  query.operation = TILEDATTN_FLASH_ATTENTION;
+  CHECK_OK(tiledattn_supports(&query, &support));
+  CHECK(!support.supported && strstr(support.reason, "kv_dtype") != NULL);
+}
+
 static void test_machine(void) {
   tiledattn_support_query query = {0};
   tiledattn_support support;
@@ -454,6 +510,7 @@ int main(void) {
   test_paged();
   test_flash_and_merge();
   test_write_kv();
+  test_quantized();
   test_machine();
   printf("%d checks, %d failures\n", num_checks, num_failures);
   return num_failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -90,17 +90,30 @@ class Workbench {
   std::size_t size_ = 0;
 };
 
-/// Addresses of one block of keys of one KV head, as kernels want them.
+/// Addresses of one block of keys of one KV head, as kernels want them; of the scales where each
+/// key has its own.
 struct KeyBlock {
   KeyRange keys;
   const void* k[kBlockKeys];
   const void* v[kBlockKeys];
+  const void* k_scale[kBlockKeys];
+  const void* v_scale[kBlockKeys];
   int size() const { return static_cast<int>(keys.end - keys.begin); }
 };
 
 void advance_all(const void* const (&from)[kBlockKeys], std::int64_t bytes,
                  const void* (&to)[kBlockKeys]) {
   for (int j = 0; j < kBlockKeys; ++j) to[j] = static_cast<const char*>(from[j]) + bytes;
+}
+
+const float* scale_address(const ScaleView& scale, KeyPlace place, std::int64_t kv_head) {
+  return scale.data + place.block * scale.block_stride + place.token * scale.token_stride +
+         kv_head * scale.head_stride;
+}
+
+/// The numbers at the addresses.
+void gather(const void* const (&from)[kBlockKeys], float (&to)[kBlockKeys]) {
+  for (int j = 0; j < kBlockKeys; ++j) to[j] = *static_cast<const float*>(from[j]);
 }
 
 class Attention {
@@ -118,6 +131,8 @@ class Attention {
     return std::max(least, kTileRows / p_.gqa_ratio());
   }
   std::int64_t kv_heads_per_tile() const;
+  /// Packed q stays bfloat16 where kernels multiply it with K of the same type.
+  bool keeps_bfloat16() const { return p_.kv_dtype == DType::bfloat16 && kernels_.packs_bfloat16; }
   std::int64_t head_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
   std::int64_t num_rows(const Tile& t) const { return head_rows(t) * t.num_kv_heads; }
   std::int64_t token_of(const Tile& t, std::int64_t row) const {
@@ -141,6 +156,7 @@ class Attention {
                   const KeyBlock* next, const Workbench& bench) const;
   void locate(const Tile& t, KeyRange keys, KeyBlock& block) const;
   void next_head(const KeyBlock& block, KeyBlock& next) const;
+  float head_scale(const ScaleView& scale, std::int64_t kv_head) const;
   Row scratch_row(const Tile& t, std::int64_t row, std::int64_t segment,
                   std::int64_t first_seq) const;
   void finish(const Tile& t, const Workbench& bench) const;
@@ -298,7 +314,7 @@ Workbench& Attention::prepare(const Tile& t) const {
   Workbench& bench = Workbench::of_this_thread();
   const std::int64_t rows = num_rows(t);
   bench.reserve(rows, p_.head_dim, p_.head_dim_v);
-  const bool keep_type = p_.q.dtype == DType::bfloat16 && kernels_.packs_bfloat16;
+  const bool keep_type = keeps_bfloat16();
   const std::int64_t item = keep_type ? 2 : 4;
   const std::int64_t stride = padded(p_.head_dim);
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -346,8 +362,12 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
     }
   }
   for (std::int64_t r = 0; r < num_rows(t); ++r) {
-    // Kernels leave a NaN score out of m; l and o have it.
     const Row row = bench.partial_row(r);
+    if (p_.quantized()) {
+      const float scale = head_scale(p_.v_scale, t.kv_head + r / head_rows(t));
+      for (std::int64_t d = 0; d < p_.head_dim_v; ++d) row.o[d] *= scale;
+    }
+    // Kernels leave a NaN score out of m; l and o have it.
     if (std::isnan(*row.l) && *row.m != std::numeric_limits<float>::infinity()) *row.m = *row.l;
   }
 }
@@ -355,9 +375,20 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
 /// The same keys of the KV head after that of `block`.
 void Attention::next_head(const KeyBlock& block, KeyBlock& next) const {
   next.keys = block.keys;
-  const std::int64_t item = item_bytes(p_.q.dtype);
+  const std::int64_t item = item_bytes(p_.kv_dtype);
+  constexpr std::int64_t kScale = sizeof(float);
   advance_all(block.k, p_.k.head_stride * item, next.k);
   advance_all(block.v, p_.v.head_stride * item, next.v);
+  if (p_.k_scale.by_key) advance_all(block.k_scale, p_.k_scale.head_stride * kScale, next.k_scale);
+  if (p_.v_scale.by_key) advance_all(block.v_scale, p_.v_scale.head_stride * kScale, next.v_scale);
+}
+
+/// What all keys of a KV head have in common: their scale, unless each key has its own, and the
+/// unit in which kernels see elements.
+float Attention::head_scale(const ScaleView& scale, std::int64_t kv_head) const {
+  if (!p_.quantized()) return 1.0f;
+  const float unit = p_.kv_dtype == DType::float8_e4m3fn ? kFloat8Unit : 1.0f;
+  return scale.by_key ? unit : unit * scale.at(0, 0, kv_head);
 }
 
 /// The keys of the tile's first KV head.
@@ -365,15 +396,12 @@ void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
   block.keys = keys;
   const int count = block.size();
   for (int j = 0; j < kBlockKeys; ++j) {
-    if (j < count) {
-      block.k[j] = advance(p_.k.data, key_offset(p_, p_.k, t.sequence, keys.begin + j, t.kv_head),
-                           p_.q.dtype);
-      block.v[j] = advance(p_.v.data, key_offset(p_, p_.v, t.sequence, keys.begin + j, t.kv_head),
-                           p_.q.dtype);
-    } else {
-      block.k[j] = block.k[count - 1];
-      block.v[j] = block.v[count - 1];
-    }
+    // Entries after the last key repeat it.
+    const KeyPlace place = key_place(p_, t.sequence, keys.begin + std::min(j, count - 1));
+    block.k[j] = advance(p_.k.data, pool_offset(p_.k, place, t.kv_head), p_.kv_dtype);
+    block.v[j] = advance(p_.v.data, pool_offset(p_.v, place, t.kv_head), p_.kv_dtype);
+    if (p_.k_scale.by_key) block.k_scale[j] = scale_address(p_.k_scale, place, t.kv_head);
+    if (p_.v_scale.by_key) block.v_scale[j] = scale_address(p_.v_scale, place, t.kv_head);
   }
 }
 
@@ -384,8 +412,9 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
   constexpr int kRows = 64;
   static_assert(kRows % kGroupRows == 0);
   int row_begin[kRows], row_end[kRows];
+  float k_scale[kBlockKeys], v_scale[kBlockKeys];
   const std::int64_t end_row = first_row + head_rows(t);
-  const std::int64_t q_item = p_.q.dtype == DType::bfloat16 && kernels_.packs_bfloat16 ? 2 : 4;
+  const std::int64_t q_item = keeps_bfloat16() ? 2 : 4;
 
   BlockArgs args{};
   args.num_keys = block.size();
@@ -396,8 +425,17 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
   args.v = block.v;
   args.row_begin = row_begin;
   args.row_end = row_end;
-  args.softmax_scale = p_.softmax_scale;
+  args.softmax_scale =
+      p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t));
   args.softcap = p_.softcap;
+  if (p_.k_scale.by_key) {
+    gather(block.k_scale, k_scale);
+    args.k_scale = k_scale;
+  }
+  if (p_.v_scale.by_key) {
+    gather(block.v_scale, v_scale);
+    args.v_scale = v_scale;
+  }
   args.o_stride = bench.o_stride;
   for (std::int64_t first = first_row; first < end_row; first += kRows) {
     args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, end_row - first));
@@ -415,7 +453,7 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
     args.m = row.m;
     args.l = row.l;
     args.o = row.o;
-    kernels_.attend_block[static_cast<int>(element_of(p_.q.dtype))](args);
+    kernels_.attend_block[static_cast<int>(element_of(p_.kv_dtype))](args);
   }
 }
 

@@ -92,6 +92,18 @@ float merge_results(const MergeAttentionProblem& p, const ResultRow& a, const Re
   return static_cast<float>((top + std::log(total)) / scale);
 }
 
+/// A row of any length into a quantised one.
+void quantize(const void* from, DType from_dtype, std::int64_t count, float scale, DType to_dtype,
+              void* to) {
+  constexpr std::int64_t kPart = 256;  // elements at a time
+  for (std::int64_t first = 0; first < count; first += kPart) {
+    const std::int64_t size = std::min(kPart, count - first);
+    float part[kPart];
+    cpu::load_row(cpu::advance(from, first, from_dtype), from_dtype, size, part);
+    cpu::quantize_row(part, size, to_dtype, scale, cpu::advance(to, first, to_dtype));
+  }
+}
+
 class CpuBackend final : public Backend {
  public:
   int device_count() const override { return 1; }
@@ -190,18 +202,22 @@ class CpuBackend final : public Backend {
       const bool is_k = task % 2 == 0;
       const PoolView& from = is_k ? p.k : p.v;
       const PoolView& pool = is_k ? p.k_pool : p.v_pool;
-      const auto bytes =
-          static_cast<std::size_t>((is_k ? p.head_dim : p.head_dim_v) * item_bytes(p.dtype));
+      const ScaleView& scale = is_k ? p.k_scale : p.v_scale;
+      const std::int64_t dim = is_k ? p.head_dim : p.head_dim_v;
       for (std::int64_t token = 0; token < p.num_tokens; ++token) {
         const std::int64_t slot = p.slot_mapping.at(token);
         if (slot < 0) continue;
-        const std::int64_t offset = slot / p.block_size * pool.block_stride +
-                                    slot % p.block_size * pool.token_stride +
-                                    head * pool.head_stride;
-        std::memcpy(
-            cpu::advance(const_cast<void*>(pool.data), offset, p.dtype),
-            cpu::advance(from.data, token * from.token_stride + head * from.head_stride, p.dtype),
-            bytes);
+        const KeyPlace place{slot / p.block_size, slot % p.block_size};
+        const void* const source =
+            cpu::advance(from.data, pool_offset(from, {0, token}, head), p.dtype);
+        void* const target = cpu::advance(const_cast<void*>(pool.data),
+                                          pool_offset(pool, place, head), p.pool_dtype);
+        if (is_quantized(p.pool_dtype)) {
+          quantize(source, p.dtype, dim, scale.at(place.block, place.token, head), p.pool_dtype,
+                   target);
+        } else {
+          std::memcpy(target, source, static_cast<std::size_t>(dim * item_bytes(p.dtype)));
+        }
       }
     });
   }

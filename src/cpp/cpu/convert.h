@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -50,6 +51,31 @@ inline std::uint16_t float_to_float16(float x) {
   return static_cast<std::uint16_t>(sign | rounded >> 13);
 }
 
+/// Rounded to nearest, ties to even; beyond +-448 saturated; NaN stays NaN.
+inline std::uint8_t float_to_float8(float x) {
+  const auto bits = std::bit_cast<std::uint32_t>(x);
+  const auto sign = static_cast<std::uint8_t>(bits >> 24 & 0x80);
+  const std::uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return sign | 0x7f;
+  if (magnitude >= std::bit_cast<std::uint32_t>(448.0f)) return sign | 0x7e;
+  if (magnitude < std::bit_cast<std::uint32_t>(0x1p-6f)) {
+    // Subnormal: adding 2^14 leaves the rounded multiple of 2^-9 in the low bits.
+    const float shifted = std::bit_cast<float>(magnitude) + 0x1p14f;
+    return static_cast<std::uint8_t>(
+        sign | (std::bit_cast<std::uint32_t>(shifted) - std::bit_cast<std::uint32_t>(0x1p14f)));
+  }
+  constexpr std::uint32_t kBias = (127 - 7) << 23;
+  const std::uint32_t rounded = magnitude - kBias + 0x7ffff + (magnitude >> 20 & 1);
+  return static_cast<std::uint8_t>(sign | rounded >> 20);
+}
+
+/// Rounded to nearest, ties to even; beyond +-127 saturated; 0 for NaN.
+inline std::int8_t float_to_int8(float x) {
+  if (x != x) return 0;
+  const float limited = x < -127.0f ? -127.0f : x > 127.0f ? 127.0f : x;
+  return static_cast<std::int8_t>(std::nearbyint(limited));
+}
+
 inline void load_row(const void* from, DType dtype, std::int64_t count, float* to) {
   if (dtype == DType::float32) {
     std::memcpy(to, from, static_cast<std::size_t>(count) * 4);
@@ -76,6 +102,17 @@ inline void store_row(const float* from, std::int64_t count, DType dtype, void* 
   }
 }
 
+/// `from` / scale as float8_e4m3fn or int8; a scale of 0 counts every finite element as 0.
+inline void quantize_row(const float* from, std::int64_t count, DType dtype, float scale,
+                         void* to) {
+  auto* bytes = static_cast<std::uint8_t*>(to);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = scale == 0.0f ? from[i] * 0.0f : from[i] / scale;
+    bytes[i] =
+        dtype == DType::int8 ? static_cast<std::uint8_t>(float_to_int8(x)) : float_to_float8(x);
+  }
+}
+
 /// `base` moved by `elements` of `dtype`.
 inline const void* advance(const void* base, std::int64_t elements, DType dtype) {
   return static_cast<const char*>(base) + elements * item_bytes(dtype);
@@ -87,6 +124,8 @@ inline void* advance(void* base, std::int64_t elements, DType dtype) {
 inline Element element_of(DType dtype) {
   if (dtype == DType::bfloat16) return Element::bfloat16;
   if (dtype == DType::float16) return Element::float16;
+  if (dtype == DType::int8) return Element::int8;
+  if (dtype == DType::float8_e4m3fn) return Element::float8;
   return Element::float32;
 }
 

@@ -16,8 +16,10 @@ constexpr int kGroupRows = 4;
 /// on them.
 constexpr int kRowPadding = 64;
 
-enum class Element : int { float32, float16, bfloat16 };
-constexpr int kNumElements = 3;
+enum class Element : int { float32, float16, bfloat16, int8, float8 };
+constexpr int kNumElements = 5;
+/// Kernels see float8_e4m3fn elements divided by this: their bits then are those of a float16.
+constexpr float kFloat8Unit = 256.0f;
 
 /// One block of keys and the rows that it is folded into; all rows belong to one KV head.
 struct BlockArgs {
@@ -37,6 +39,8 @@ struct BlockArgs {
   const int* row_begin;  ///< row r sees keys row_begin[r] .. row_end[r] - 1 of the block
   const int* row_end;
 
+  const float* k_scale;  ///< factor of each key's scores; null: none. kBlockKeys entries
+  const float* v_scale;  ///< factor of each key's V; null: none. kBlockKeys entries
   float softmax_scale;
   float softcap;  ///< 0: none
 

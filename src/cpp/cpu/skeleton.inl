@@ -132,6 +132,7 @@ TILEDATTN_INLINE float finish_scores(const BlockArgs& a, const Group& group, int
   Vec top = broadcast(-kInfinity);
   for (int j = first; j < last; j += kLanes) {
     Vec s = load(scores + j) * a.softmax_scale;
+    if (a.k_scale != nullptr) s *= load(a.k_scale + j);
     if (a.softcap > 0.0f) s = a.softcap * tanh(s / a.softcap);
     if (masked) {
       const Vec key = lane_numbers() + static_cast<float>(j);
@@ -143,7 +144,8 @@ TILEDATTN_INLINE float finish_scores(const BlockArgs& a, const Group& group, int
   return largest(top);
 }
 
-/// Scores of one row to weights; moves m and l on and returns the factor of what o holds.
+/// Scores of one row to weights, with the scales of V in them; moves m and l on and returns the
+/// factor of what o holds.
 TILEDATTN_INLINE float make_weights(const BlockArgs& a, const Group& group, int row,
                                     float* scores) {
   const float top = finish_scores(a, group, row, scores);
@@ -155,7 +157,7 @@ TILEDATTN_INLINE float make_weights(const BlockArgs& a, const Group& group, int 
   Vec total = {};
   for (int j = first; j < group.key_end; j += kLanes) {
     const Vec weight = exp_negative(load(scores + j) - base);
-    store(scores + j, weight);
+    store(scores + j, a.v_scale == nullptr ? weight : weight * load(a.v_scale + j));
     total += weight;
   }
   const float factor = exp_negative(broadcast(m - base))[0];
@@ -247,7 +249,8 @@ namespace tiledattn::cpu {
 
 const CpuKernels TILEDATTN_TABLE = {
     TILEDATTN_ISA,
-    {attend_block<float>, attend_block<Float16>, attend_block<BFloat16>},
+    {attend_block<float>, attend_block<Float16>, attend_block<BFloat16>, attend_block<Int8>,
+     attend_block<Float8>},
     TILEDATTN_PACKS_BFLOAT16};
 
 }  // namespace tiledattn::cpu

@@ -28,6 +28,22 @@ inline Vec load(const Float16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+inline Vec load(const Int8* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+inline Vec load(const Float8* p) {
+  // Sign-extended and moved to one place below the top, a byte is the float16 but for the copy of
+  // the sign in bit 14.
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+  const __m128i half = _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0xbfff)));
+  // Of NaN alone (exponent and mantissa all ones) the sum reaches bit 14, which makes it one here.
+  const __m128i sum = _mm_add_epi16(half, _mm_set1_epi16(0x0080));
+  return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(sum, _mm_set1_epi16(0x4000))));
+}
+
 /// lane i = sum of the lanes of v[i].
 inline Vec sum_each(const Vec* v) {
   // hadd works in halves: lanes 0-3 of the sums come from the lower half of each v, lanes 4-7 from

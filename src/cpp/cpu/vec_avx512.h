@@ -38,12 +38,31 @@ inline Vec load(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+inline Vec load(const Int8* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+inline Vec load(const Float8* p) {
+  // Sign-extended and moved to one place below the top, a byte is the float16 but for the copy of
+  // the sign in bit 14.
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  const __m256i half = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  // Of NaN alone (exponent and mantissa all ones) the sum reaches bit 14, which makes it one here.
+  const __m256i sum = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
+  return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000))));
+}
+
 inline Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 inline Vec load_first(const BFloat16* p, int n) {
   return widen_bfloat16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
 inline Vec load_first(const Float16* p, int n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+inline Vec load_first(const Int8* p, int n) {
+  const __m128i bytes = _mm_maskz_loadu_epi8(first_lanes(n), p);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
 /// In each quarter of four lanes: the sums of v[0] to v[3]'s quarters.

@@ -23,11 +23,20 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t value;
+};
+/// float8_e4m3fn, read as its value / 256: in the bits of a float16, sign, exponent and mantissa
+/// then are where they are here, one place further down.
+struct Float8 {
+  uint8_t bits;
+};
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t VecBits __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
+typedef int8_t VecByte __attribute__((vector_size(kLanes)));
 
 inline Vec broadcast(float x) { return x - Vec{}; }
 

@@ -40,6 +40,24 @@ inline VecBits load_bits(const void* p) {
 
 inline Vec load(const BFloat16* p) { return (Vec)(load_bits(p) << 16); }
 
+/// Bytes with their sign.
+inline VecInt load_bytes(const void* p) {
+  VecByte bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, VecInt);
+}
+
+inline Vec load(const Int8* p) { return __builtin_convertvector(load_bytes(p), Vec); }
+
+/// As load_float16: the exponent has the bias of a half once the element is divided by 256.
+inline Vec load(const Float8* p) {
+  const VecBits bits = (VecBits)load_bytes(p);
+  const VecBits magnitude = bits & 0x7f;
+  const VecBits finite = (VecBits)((Vec)(magnitude << 20) * 0x1p112f);
+  const VecBits value = magnitude == 0x7f ? VecBits{} + 0x7fc00000 : finite;
+  return (Vec)(value | (bits & 0x80000000));
+}
+
 /// The exponent of a half is moved to float32's place and corrected by a product, which is exact
 /// and also normalises subnormal halves.
 inline Vec load_float16(const Float16* p) {

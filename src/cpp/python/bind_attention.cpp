@@ -15,6 +15,7 @@
 #include "gil.h"
 #include "result_arrays.h"
 #include "scalar_arg.h"
+#include "scale_arg.h"
 #include "score_arg.h"
 #include "stream_arg.h"
 #include "tensor_arg.h"
@@ -169,8 +170,8 @@ void valid_slots_arg(TensorArgs& args, nb::handle value, TileArgs& tile) {
 nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::handle v_pool,
                   nb::handle tile_blocks, nb::handle tile_block_counts,
                   nb::handle last_block_valid_slots, nb::handle kv_positions,
-                  nb::handle q_positions, nb::handle out, nb::handle lse, nb::handle check,
-                  nb::handle stream) {
+                  nb::handle q_positions, nb::handle k_scale, nb::handle v_scale, nb::handle out,
+                  nb::handle lse, nb::handle check, nb::handle stream) {
   TensorArgs args(stream);
   TileArgs tile;
   tile.q = args.input(q, "q");
@@ -181,6 +182,8 @@ nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::han
   valid_slots_arg(args, last_block_valid_slots, tile);
   tile.kv_positions = args.optional_input(kv_positions, "kv_positions");
   tile.q_positions = args.optional_input(q_positions, "q_positions");
+  tile.k_scale = optional_scale_arg(args, k_scale, "k_scale");
+  tile.v_scale = optional_scale_arg(args, v_scale, "v_scale");
   if (!out.is_none()) tile.out = args.output(out, "out");
   if (!lse.is_none()) tile.lse = args.output(lse, "lse");
   const bool wait = bool_arg(check, "check");
@@ -240,8 +243,8 @@ void bind_attention(nb::module_& m) {
       .def("begin_step", begin_step, "num_seqs"_a.none(), "stream"_a.none())
       .def("step_tile", step_tile, "q"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(),
            "tile_blocks"_a.none(), "tile_block_counts"_a.none(), "last_block_valid_slots"_a.none(),
-           "kv_positions"_a.none(), "q_positions"_a.none(), "out"_a.none(), "lse"_a.none(),
-           "check"_a.none(), "stream"_a.none())
+           "kv_positions"_a.none(), "q_positions"_a.none(), "k_scale"_a.none(), "v_scale"_a.none(),
+           "out"_a.none(), "lse"_a.none(), "check"_a.none(), "stream"_a.none())
       .def("finalize", finalize, "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(),
            "stream"_a.none())
       .def(

@@ -48,7 +48,7 @@ SupportQuery::Operation operation_arg(nb::handle value) {
 }
 
 /// The element type that a name means; any type that an array may have, supported or not.
-DType dtype_arg(nb::handle value) {
+DType dtype_arg(nb::handle value, const char* argument) {
   struct Named {
     const char* name;
     int dtype;
@@ -59,21 +59,23 @@ DType dtype_arg(nb::handle value) {
       {"uint8", 0x0108},         {"uint16", 0x0110},  {"uint32", 0x0120},  {"uint64", 0x0140},
       {"float8_e4m3fn", 0x0a08}, {"bool", 0x0608},
   };
-  const std::string dtype = text_arg(value, "dtype");
+  const std::string dtype = text_arg(value, argument);
   for (const Named& named : kNames) {
     if (dtype == named.name) return static_cast<DType>(named.dtype);
   }
-  throw ValueError("dtype: got \"" + dtype +
+  throw ValueError(std::string(argument) + ": got \"" + dtype +
                    "\"; expected the name of an element type, such as \"bfloat16\"");
 }
 
 std::tuple<bool, std::string, std::string> answer_supports(
-    nb::handle operation, nb::handle device, nb::handle dtype, nb::handle num_q_heads,
-    nb::handle num_kv_heads, nb::handle head_dim, nb::handle head_dim_v, nb::handle block_size) {
+    nb::handle operation, nb::handle device, nb::handle dtype, nb::handle kv_dtype,
+    nb::handle num_q_heads, nb::handle num_kv_heads, nb::handle head_dim, nb::handle head_dim_v,
+    nb::handle block_size) {
   SupportQuery query;
   query.operation = operation_arg(operation);
   query.device = device_arg(device);
-  query.dtype = dtype_arg(dtype);
+  query.dtype = dtype_arg(dtype, "dtype");
+  if (!kv_dtype.is_none()) query.kv_dtype = dtype_arg(kv_dtype, "kv_dtype");
   query.num_q_heads = integer_arg(num_q_heads, "num_q_heads");
   query.num_kv_heads = integer_arg(num_kv_heads, "num_kv_heads");
   query.head_dim = integer_arg(head_dim, "head_dim");
@@ -88,8 +90,8 @@ std::tuple<bool, std::string, std::string> answer_supports(
 void bind_build(nb::module_& m) {
   m.def("info", info);
   m.def("supports", answer_supports, "operation"_a.none(), "device"_a.none(), "dtype"_a.none(),
-        "num_q_heads"_a.none(), "num_kv_heads"_a.none(), "head_dim"_a.none(), "head_dim_v"_a.none(),
-        "block_size"_a.none());
+        "kv_dtype"_a.none(), "num_q_heads"_a.none(), "num_kv_heads"_a.none(), "head_dim"_a.none(),
+        "head_dim_v"_a.none(), "block_size"_a.none());
   m.def(
       "check",
       [](nb::handle device) {

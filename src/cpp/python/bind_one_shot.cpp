@@ -9,6 +9,7 @@
 #include "gil.h"
 #include "result_arrays.h"
 #include "scalar_arg.h"
+#include "scale_arg.h"
 #include "score_arg.h"
 #include "tensor_arg.h"
 #include "tiledattn/error.h"
@@ -64,9 +65,10 @@ nb::any bound_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::hand
 nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool,
                               nb::handle block_table, nb::handle seq_lens, nb::handle causal,
                               nb::handle softmax_scale, nb::handle window, nb::handle softcap,
-                              nb::handle sinks, nb::handle cu_seqlens_q, nb::handle max_seqlen_q,
-                              nb::handle out, nb::handle lse, nb::handle return_lse,
-                              nb::handle check, Workspace* workspace, nb::handle stream) {
+                              nb::handle sinks, nb::handle k_scale, nb::handle v_scale,
+                              nb::handle cu_seqlens_q, nb::handle max_seqlen_q, nb::handle out,
+                              nb::handle lse, nb::handle return_lse, nb::handle check,
+                              Workspace* workspace, nb::handle stream) {
   TensorArgs args(stream);
   PagedArgs call;
   call.q = args.input(q, "q");
@@ -74,6 +76,8 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
   call.v_pool = args.input(v_pool, "v_pool");
   call.block_table = args.input(block_table, "block_table");
   call.seq_lens = args.input(seq_lens, "seq_lens");
+  call.k_scale = optional_scale_arg(args, k_scale, "k_scale");
+  call.v_scale = optional_scale_arg(args, v_scale, "v_scale");
   call.causal = bool_arg(causal, "causal");
   call.cu_seqlens_q = args.optional_input(cu_seqlens_q, "cu_seqlens_q");
   call.max_seqlen_q = optional_integer_arg(max_seqlen_q, "max_seqlen_q");
@@ -112,7 +116,8 @@ nb::any bound_merge_attention(nb::handle out_a, nb::handle lse_a, nb::handle out
 }
 
 void bound_write_kv(nb::handle k, nb::handle v, nb::handle k_pool, nb::handle v_pool,
-                    nb::handle slot_mapping, nb::handle check, nb::handle stream) {
+                    nb::handle slot_mapping, nb::handle k_scale, nb::handle v_scale,
+                    nb::handle check, nb::handle stream) {
   TensorArgs args(stream);
   WriteKvArgs call;
   call.k = args.input(k, "k");
@@ -120,6 +125,8 @@ void bound_write_kv(nb::handle k, nb::handle v, nb::handle k_pool, nb::handle v_
   call.k_pool = args.output(k_pool, "k_pool");
   call.v_pool = args.output(v_pool, "v_pool");
   call.slot_mapping = args.input(slot_mapping, "slot_mapping");
+  call.k_scale = optional_scale_arg(args, k_scale, "k_scale");
+  call.v_scale = optional_scale_arg(args, v_scale, "v_scale");
   call.check = bool_arg(check, "check");
   const Stream launch = args.launch_stream();
   const GilReleased unlocked;
@@ -151,13 +158,15 @@ void bind_one_shot(nb::module_& m) {
   m.def("paged_attention", bound_paged_attention, "q"_a.none(), "k_pool"_a.none(),
         "v_pool"_a.none(), "block_table"_a.none(), "seq_lens"_a.none(), "causal"_a.none(),
         "softmax_scale"_a.none(), "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(),
-        "cu_seqlens_q"_a.none(), "max_seqlen_q"_a.none(), "out"_a.none(), "lse"_a.none(),
-        "return_lse"_a.none(), "check"_a.none(), "workspace"_a.none(), "stream"_a.none());
+        "k_scale"_a.none(), "v_scale"_a.none(), "cu_seqlens_q"_a.none(), "max_seqlen_q"_a.none(),
+        "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "check"_a.none(),
+        "workspace"_a.none(), "stream"_a.none());
   m.def("merge_attention", bound_merge_attention, "out_a"_a.none(), "lse_a"_a.none(),
         "out_b"_a.none(), "lse_b"_a.none(), "lse_base"_a.none(), "out"_a.none(), "lse"_a.none(),
         "stream"_a.none());
   m.def("write_kv", bound_write_kv, "k"_a.none(), "v"_a.none(), "k_pool"_a.none(),
-        "v_pool"_a.none(), "slot_mapping"_a.none(), "check"_a.none(), "stream"_a.none());
+        "v_pool"_a.none(), "slot_mapping"_a.none(), "k_scale"_a.none(), "v_scale"_a.none(),
+        "check"_a.none(), "stream"_a.none());
 }
 
 }  // namespace tiledattn::binding

@@ -120,10 +120,16 @@ struct WarpRows {
   }
 };
 
+/// An element of q, which has the type of K and V unless that is quantised.
+template <typename T>
+__device__ __forceinline__ float load_query(const QueryView& q, std::int64_t offset) {
+  if constexpr (kQuantized<T>) return load_element(q.data, q.dtype, offset);
+  return to_float(static_cast<const T*>(q.data)[offset]);
+}
+
 template <typename T, typename Config>
 __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
                              AttendShared<Config>& shared) {
-  const T* const q = static_cast<const T*>(p.q.data);
   const Sequence& s = tile.sequence;
   for (int row = warp_index(); row < Config::kRows; row += Config::kWarps) {
     const bool present = row < tile.num_rows;
@@ -139,7 +145,7 @@ __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
     }
     if (lane_index() == 0) shared.visible[row] = visible;
     for (int d = lane_index(); d < Config::kDim; d += kWarpSize) {
-      shared.q[row][d] = present && d < p.head_dim ? to_float(q[offset + d]) : 0.0f;
+      shared.q[row][d] = present && d < p.head_dim ? load_query<T>(p.q, offset + d) : 0.0f;
     }
   }
 }
@@ -274,19 +280,21 @@ __device__ void attend_rows(const AttendParams& params, AttendShared<Config>& sh
       warp_index() * Config::kRowsPerWarp >= tile.num_rows;  // a warp without rows only loads
 
   load_queries<T, Config>(p, tile, shared);
-  shared.offsets[first_tile % 2].find(p, tile.sequence, tile.kv_head, tile.keys,
-                                      tile.origin + first_tile * kTileKeys);
+  shared.offsets[first_tile % 2].template find<T>(p, tile.sequence, tile.kv_head, tile.keys,
+                                                  tile.origin + first_tile * kTileKeys);
   for (std::int64_t index = first_tile; index <= last_tile; ++index) {
     const std::int64_t first_key = tile.origin + index * kTileKeys;
     const TileOffsets& offsets = shared.offsets[index % 2];
     __syncthreads();
     load_key_tile<T, Config::kDim, Config::kKeyStride, Config::kThreads>(
-        &shared.k[0][0], p.k.data, offsets.k, static_cast<int>(p.head_dim), params.vector_k);
+        &shared.k[0][0], p.k.data, offsets.k, offsets.k_scale, static_cast<int>(p.head_dim),
+        params.vector_k);
     load_key_tile<T, Config::kDim, Config::kDim, Config::kThreads>(
-        &shared.v[0][0], p.v.data, offsets.v, static_cast<int>(p.head_dim_v), params.vector_v);
+        &shared.v[0][0], p.v.data, offsets.v, offsets.v_scale, static_cast<int>(p.head_dim_v),
+        params.vector_v);
     if (index < last_tile) {
-      shared.offsets[(index + 1) % 2].find(p, tile.sequence, tile.kv_head, tile.keys,
-                                           first_key + kTileKeys);
+      shared.offsets[(index + 1) % 2].template find<T>(p, tile.sequence, tile.kv_head, tile.keys,
+                                                       first_key + kTileKeys);
     }
     __syncthreads();
     if (!idle) fold_key_tile(p, shared, first_key, rows);

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -14,6 +15,12 @@ namespace tiledattn::cuda {
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+__device__ __forceinline__ float to_float(std::int8_t x) { return static_cast<float>(x); }
+
+/// A type of K and V that goes with scales, and with a q of another type.
+template <typename T>
+constexpr bool kQuantized = sizeof(T) == 1;
 
 /// Elements in 16 bytes.
 template <typename T>

@@ -11,7 +11,7 @@
 
 namespace tiledattn::cuda {
 
-/// T is the element type of q, K and V. Instantiated in inst/.
+/// T is the element type of K and V, and of q unless it is quantised. Instantiated in inst/.
 template <typename T>
 void launch_prefill_plain(const AttendParams& params, cudaStream_t stream);
 

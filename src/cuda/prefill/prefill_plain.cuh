@@ -84,7 +84,8 @@ void launch_prefill_plain(const AttendParams& params, cudaStream_t stream) {
   with_dim(params.problem.head_dim, params.problem.head_dim_v, [&](auto dim) {
     // Beyond 256 bytes for each row: shared memory for 32 rows is more than sm_86 and sm_120 have,
     // or registers spill.
-    constexpr int kWarps = dim() * sizeof(T) <= 256 ? 8 : 4;
+    // With one byte for each element 8 warps have too few pieces of a tile to load.
+    constexpr int kWarps = dim() * sizeof(T) <= 256 && !kQuantized<T> ? 8 : 4;
     launch_prefill_config<T, AttendConfig<dim(), kWarps, 4>>(params, stream);
   });
 }

@@ -92,16 +92,19 @@ class TILEDATTN_API State {
 /// The KV blocks of one tile.
 struct TileArgs {
   Tensor q;                  ///< [B, num_q_heads, head_dim] or [B, q_len, num_q_heads, head_dim]
-  Tensor k_pool;             ///< [num_blocks, block_size, num_kv_heads, head_dim]
-  Tensor v_pool;             ///< [num_blocks, block_size, num_kv_heads, head_dim_v]
+  Tensor k_pool;             ///< [num_blocks, block_size, num_kv_heads, head_dim]; the type of q,
+                             ///< float8_e4m3fn or int8
+  Tensor v_pool;             ///< [num_blocks, block_size, num_kv_heads, head_dim_v]; as k_pool
   Tensor tile_blocks;        ///< [B, T'] int32 or int64: block ids, in the order of the sequence
   Tensor tile_block_counts;  ///< [B]: how many entries of a row are used
   std::optional<Tensor> last_block_valid_slots;  ///< [B]: slots of the last used block that count
   std::optional<std::int64_t> last_block_valid_slots_all;  ///< the same number for every sequence
   std::optional<Tensor> kv_positions;  ///< [B]: position of the tile's first slot
   std::optional<Tensor> q_positions;   ///< [B]: position of the first query token
-  std::optional<Tensor> out;           ///< given: the last tile; finalize in the same call
-  std::optional<Tensor> lse;           ///< with out
+  std::optional<KvScale> k_scale;      ///< of quantised pools; float8: nothing means 1
+  std::optional<KvScale> v_scale;
+  std::optional<Tensor> out;  ///< given: the last tile; finalize in the same call
+  std::optional<Tensor> lse;  ///< with out
 };
 
 /// Attention over a KV cache visited tile by tile; the running softmax state stays in this object's

@@ -49,6 +49,7 @@ TILEDATTN_API const char* tiledattn_last_error(void);
 
 /* Element types, as DLPack's code * 256 + bits. */
 typedef enum tiledattn_dtype {
+  TILEDATTN_INT8 = 0x0008,
   TILEDATTN_INT32 = 0x0020,
   TILEDATTN_INT64 = 0x0040,
   TILEDATTN_FLOAT16 = 0x0210,
@@ -94,6 +95,15 @@ typedef struct tiledattn_options {
   const tiledattn_tensor*
       sinks; /* [num_q_heads] float32: one more logit for each query head, without a value */
 } tiledattn_options;
+
+/* The scale of a quantised K or V pool (float8_e4m3fn or int8); both NULL: not given, which means 1
+ * for float8_e4m3fn. A stored element counts as itself times its scale. */
+typedef struct tiledattn_scale {
+  const double* number; /* > 0 */
+  /* float32 [num_kv_heads], [num_blocks, num_kv_heads] or [num_blocks, block_size, num_kv_heads],
+   * any strides. */
+  const tiledattn_tensor* array;
+} tiledattn_scale;
 
 /* A yes or no whose default differs from call to call. */
 typedef enum tiledattn_choice {
@@ -166,6 +176,8 @@ typedef struct tiledattn_tile_args {
   const tiledattn_tensor* out;
   const tiledattn_tensor* lse; /* with out */
   int32_t check;               /* not 0: wait and report what the device found */
+  tiledattn_scale k_scale;     /* of quantised pools */
+  tiledattn_scale v_scale;
 } tiledattn_tile_args;
 
 /* `device` NULL: the default device. `options` NULL: the defaults. Sinks are copied. */
@@ -288,6 +300,8 @@ typedef struct tiledattn_paged_args {
   tiledattn_options options;
   int32_t check;                  /* not 0: wait and report what the device found */
   tiledattn_workspace* workspace; /* NULL: the device's own */
+  tiledattn_scale k_scale;        /* of quantised pools */
+  tiledattn_scale v_scale;
 } tiledattn_paged_args;
 
 typedef struct tiledattn_merge_args {
@@ -307,7 +321,9 @@ typedef struct tiledattn_write_kv_args {
   const tiledattn_tensor* v_pool; /* [num_blocks, block_size, Hk, head_dim_v] */
   /* [tokens] int32 or int64: block * block_size + offset; negative: skip. */
   const tiledattn_tensor* slot_mapping;
-  int32_t check; /* not 0: wait and report what the device found */
+  int32_t check;           /* not 0: wait and report what the device found */
+  tiledattn_scale k_scale; /* of quantised pools */
+  tiledattn_scale v_scale;
 } tiledattn_write_kv_args;
 
 TILEDATTN_API tiledattn_status tiledattn_flash_attention(const tiledattn_flash_args* args,
@@ -317,7 +333,8 @@ TILEDATTN_API tiledattn_status tiledattn_paged_attention(const tiledattn_paged_a
 /* Combine two results over disjoint keys, made without sinks. */
 TILEDATTN_API tiledattn_status tiledattn_merge_attention(const tiledattn_merge_args* args,
                                                          void* stream);
-/* Write tokens into the slots of a paged cache. */
+/* Write tokens into the slots of a paged cache. Quantised pools hold value / scale, rounded to
+ * nearest even and saturated; NaN stays NaN in float8 and becomes 0 in int8. */
 TILEDATTN_API tiledattn_status tiledattn_write_kv(const tiledattn_write_kv_args* args,
                                                   void* stream);
 /* Wait for the device and report what it found in the arguments of the calls of this section. */
@@ -335,12 +352,13 @@ typedef enum tiledattn_operation {
 typedef struct tiledattn_support_query {
   int32_t operation; /* tiledattn_operation */
   tiledattn_device device;
-  int32_t dtype;        /* tiledattn_dtype; 0 means bfloat16 */
+  int32_t dtype;        /* of q: tiledattn_dtype; 0 means bfloat16 */
   int64_t num_q_heads;  /* 0 means 1 */
   int64_t num_kv_heads; /* 0 means 1 */
   int64_t head_dim;     /* 0 means 128 */
   int64_t head_dim_v;   /* 0 means head_dim */
   int64_t block_size;   /* 0 means 16 */
+  int32_t kv_dtype;     /* of K and V: tiledattn_dtype; 0 means that of q */
 } tiledattn_support_query;
 
 typedef struct tiledattn_support {

@@ -36,12 +36,14 @@ struct FlashArgs {
 
 struct PagedArgs {
   Tensor q;            ///< [B, Hq, D], [B, Sq, Hq, D], or [total_q, Hq, D] with cu_seqlens_q
-  Tensor k_pool;       ///< [num_blocks, block_size, Hk, D]
-  Tensor v_pool;       ///< [num_blocks, block_size, Hk, Dv]
+  Tensor k_pool;       ///< [num_blocks, block_size, Hk, D]; the type of q, float8_e4m3fn or int8
+  Tensor v_pool;       ///< [num_blocks, block_size, Hk, Dv]; as k_pool
   Tensor block_table;  ///< [B, max_blocks] int32 or int64
   Tensor seq_lens;     ///< [B] int32 or int64
   Tensor out;
   std::optional<Tensor> lse;
+  std::optional<KvScale> k_scale;  ///< of quantised pools; float8: nothing means 1
+  std::optional<KvScale> v_scale;
   bool causal = true;  ///< among the query tokens; the last one is at position seq_lens - 1
   std::optional<Tensor> cu_seqlens_q;  ///< [B + 1]
   std::optional<std::int64_t> max_seqlen_q;
@@ -53,10 +55,12 @@ struct PagedArgs {
 struct WriteKvArgs {
   Tensor k;             ///< [tokens, Hk, D]
   Tensor v;             ///< [tokens, Hk, Dv]
-  Tensor k_pool;        ///< [num_blocks, block_size, Hk, D]
-  Tensor v_pool;        ///< [num_blocks, block_size, Hk, Dv]
+  Tensor k_pool;        ///< [num_blocks, block_size, Hk, D]; the type of k, float8_e4m3fn or int8
+  Tensor v_pool;        ///< [num_blocks, block_size, Hk, Dv]; as k_pool
   Tensor slot_mapping;  ///< [tokens] int32 or int64: block * block_size + offset; negative skips
                         ///< the token
+  std::optional<KvScale> k_scale;  ///< of quantised pools; float8: nothing means 1
+  std::optional<KvScale> v_scale;
   bool check = false;
 };
 
@@ -73,7 +77,8 @@ TILEDATTN_API void merge_attention(const Tensor& out_a, const Tensor& lse_a, con
 /// unless one is given.
 TILEDATTN_API State merge_states(const std::vector<const State*>& states,
                                  std::optional<Stream> stream = {});
-/// Write tokens into the slots of a paged cache.
+/// Write tokens into the slots of a paged cache. Quantised pools hold value / scale, rounded to
+/// nearest even and saturated; NaN stays NaN in float8 and becomes 0 in int8.
 TILEDATTN_API void write_kv(const WriteKvArgs& args, Stream stream = {});
 
 /// A question to `supports`: one kind of call with its sizes.
@@ -81,7 +86,8 @@ struct SupportQuery {
   enum class Operation : std::uint8_t { flash_attention, paged_attention, tiled_attention };
   Operation operation = Operation::flash_attention;
   Device device;
-  DType dtype = DType::bfloat16;
+  DType dtype = DType::bfloat16;  ///< of q
+  std::optional<DType> kv_dtype;  ///< of K and V; nothing means that of q
   std::int64_t num_q_heads = 1;
   std::int64_t num_kv_heads = 1;
   std::int64_t head_dim = 128;

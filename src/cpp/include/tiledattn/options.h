@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <variant>
 
 #include "tiledattn/tensor.h"
 
@@ -26,5 +27,10 @@ struct ScoreOptions {
   std::optional<Tensor>
       sinks;  ///< [num_q_heads] float32: one extra logit for each query head, without a value
 };
+
+/// The scale of a quantised K or V pool (float8_e4m3fn or int8): one number > 0, or float32 on the
+/// device of the call: one number, [num_kv_heads], [num_blocks, num_kv_heads] or [num_blocks,
+/// block_size, num_kv_heads], any strides. A stored element counts as itself times its scale.
+using KvScale = std::variant<double, Tensor>;
 
 }  // namespace tiledattn

@@ -14,6 +14,7 @@ namespace tiledattn {
 /// Element types, as DLPack's code * 256 + bits. Other values may occur in a Tensor; the checks
 /// refuse them by name.
 enum class DType : std::uint16_t {
+  int8 = 0x0008,
   int32 = 0x0020,
   int64 = 0x0040,
   float16 = 0x0210,
@@ -28,6 +29,11 @@ TILEDATTN_API std::string to_string(DType dtype);
 /// Bytes of one element.
 constexpr std::int64_t item_bytes(DType dtype) {
   return (static_cast<std::int64_t>(dtype) & 0xff) / 8;
+}
+
+/// The types of a quantised KV cache, which go with scales.
+constexpr bool is_quantized(DType dtype) {
+  return dtype == DType::float8_e4m3fn || dtype == DType::int8;
 }
 
 enum class DeviceKind : std::uint8_t { cpu, cuda };
