@@ -11,6 +11,7 @@ import compare
 import numpy as np
 import processes
 import pytest
+import quantised
 import reference
 
 torch = pytest.importorskip("torch")
@@ -158,6 +159,43 @@ def test_opcheck(op, torch_carrier):
         torch.library.opcheck(overload, (out, None, *args))
     else:
         torch.library.opcheck(overload, args)
+
+
+@pytest.mark.parametrize("scale", ["number", "head", "slot"])
+@pytest.mark.parametrize("kv_dtype", quantised.KV_DTYPES)
+def test_quantised_cache(kv_dtype, scale, torch_carrier):
+    """Written and read in one graph."""
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float16", kv_dtype, scale)
+    q, k_pool, v_pool, table, lens = map(torch_carrier.array, made.data.args)
+    scales = {name: x if scale == "number" else torch_carrier.array(x) for name, x in made.scales.items()}
+    token = torch.full((1, 2, 64), 0.5, device=q.device, dtype=q.dtype)
+    slots = torch.tensor([-1], device=q.device)
+
+    def call(q, k_pool, v_pool):
+        tt.write_kv(token, token, k_pool, v_pool, slots, **scales)
+        return tt.paged_attention(q, k_pool, v_pool, table, lens, return_lse=True, **scales)
+
+    out, lse = _compiled(call)(q, k_pool, v_pool)
+    compare.result_close((torch_carrier.numpy(out), torch_carrier.numpy(lse)), made.want(), "float16")
+    slots = torch.tensor([int(made.data.block_table[0, 0]) * 16], device=q.device)
+    _compiled(call)(q, k_pool, v_pool)
+    stored = torch_carrier.numpy(k_pool)[made.data.block_table[0, 0], 0]
+    spread = np.broadcast_to(quantised.spread(made.scales["k_scale"]), (*k_pool.shape[:3], 1))
+    want = quantised.quantise(np.full((2, 64), 0.5), spread[made.data.block_table[0, 0], 0], kv_dtype)
+    compare.same_bits(stored, want)
+
+
+def test_opcheck_of_quantised_calls(torch_carrier):
+    ops = torch.ops.tiledattn
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "head")
+    args = list(map(torch_carrier.array, made.data.args))
+    scales = [torch_carrier.array(x) for x in made.scales.values()]
+    score = (True, None, None, None, 0.0, None, None, None)
+    for rest in ((scales[0], None, scales[1], None), (None, 0.5, scales[1], None)):
+        torch.library.opcheck(ops.paged_attention.default, (*args, *score, *rest))
+        k = torch.ones(1, 2, 64, device=torch_carrier.device)
+        slots = torch.tensor([3], device=torch_carrier.device)
+        torch.library.opcheck(ops.write_kv.default, (k, k, *args[1:3], slots, *rest))
 
 
 def test_fake_results_are_the_real_ones(torch_carrier):

@@ -101,6 +101,8 @@ def paged_attention(
     window: Window = (None, None),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     out: Tensor | None = None,
@@ -116,10 +118,10 @@ def paged_attention(
     q
         ``[B, Hq, D]``, ``[B, Sq, Hq, D]``, or ragged ``[total_q, Hq, D]`` with ``cu_seqlens_q``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, or both float8_e4m3fn or int8.
     block_table, seq_lens
         ``[B, max_blocks]`` and ``[B]``, int32 or int64.
-    causal, softmax_scale, window, softcap, sinks, cu_seqlens_q, max_seqlen_q
+    causal, softmax_scale, window, softcap, sinks, k_scale, v_scale, cu_seqlens_q, max_seqlen_q
         As there.
     out, lse
         Tensors for the results; None makes them.
@@ -157,10 +159,19 @@ def paged_attention(
         sinks,
         cu_seqlens_q,
         max_seqlen_q,
+        *_scales(k_scale, v_scale),
     )
     if out is None and lse is None:
         return (_ops.paged_attention_lse if return_lse else _ops.paged_attention)(*arguments)
     return _fill(_ops.paged_attention_into, arguments, out, lse, return_lse)
+
+
+def _scales(k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> tuple[Any, ...]:
+    """Each scale as an operator takes it: a tensor and a number, one of them None."""
+    split = []
+    for scale in (k_scale, v_scale):
+        split += [scale, None] if isinstance(scale, Tensor) else [None, scale]
+    return tuple(split)
 
 
 def _fill(
@@ -213,7 +224,16 @@ def merge_attention(
     return out, lse
 
 
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> None:
     """Write the keys and values of tokens into a paged KV cache, in place; see `tiledattn.write_kv`.
 
     Parameters
@@ -221,9 +241,12 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
     k, v
         ``[tokens, Hk, D]`` and ``[tokens, Hk, Dv]``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the same type, written in place.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the same type, or both float8_e4m3fn or
+        int8; written in place.
     slot_mapping
         ``[tokens]`` int32 or int64: ``block * P + offset``; a negative slot skips the token.
+    k_scale, v_scale
+        As there.
 
     Raises
     ------
@@ -239,4 +262,4 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
     >>> pool[2, 1, 0, 0].item()
     1.0
     """
-    _ops.write_kv(k, v, k_pool, v_pool, slot_mapping)
+    _ops.write_kv(k, v, k_pool, v_pool, slot_mapping, *_scales(k_scale, v_scale))

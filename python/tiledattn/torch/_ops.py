@@ -23,6 +23,8 @@ _PAGED = (
     f"Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, {_SCORE}, "
     "Tensor? cu_seqlens_q, SymInt? max_seqlen_q"
 )
+# A schema has no type for "a tensor or a number".
+_SCALES = "Tensor? k_scale=None, float? k_scale_number=None, Tensor? v_scale=None, float? v_scale_number=None"
 _INTO = "Tensor(a!) out, Tensor(b!)? lse"
 
 _library = torch.library.Library("tiledattn", "DEF")
@@ -30,11 +32,11 @@ for _schema in (
     f"flash_attention({_FLASH}) -> Tensor",
     f"flash_attention_lse({_FLASH}) -> (Tensor, Tensor)",
     f"flash_attention_into({_INTO}, {_FLASH}) -> ()",
-    f"paged_attention({_PAGED}) -> Tensor",
-    f"paged_attention_lse({_PAGED}) -> (Tensor, Tensor)",
-    f"paged_attention_into({_INTO}, {_PAGED}) -> ()",
+    f"paged_attention({_PAGED}, {_SCALES}) -> Tensor",
+    f"paged_attention_lse({_PAGED}, {_SCALES}) -> (Tensor, Tensor)",
+    f"paged_attention_into({_INTO}, {_PAGED}, {_SCALES}) -> ()",
     "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, float lse_base) -> (Tensor, Tensor)",
-    "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping) -> ()",
+    f"write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping, {_SCALES}) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -92,6 +94,10 @@ def _paged_attention(
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
+    k_scale: Tensor | None = None,
+    k_scale_number: float | None = None,
+    v_scale: Tensor | None = None,
+    v_scale_number: float | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -107,6 +113,8 @@ def _paged_attention(
         window=(window_left, window_right),
         softcap=softcap,
         sinks=sinks,
+        k_scale=k_scale if k_scale_number is None else k_scale_number,
+        v_scale=v_scale if v_scale_number is None else v_scale_number,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         out=out,
@@ -140,8 +148,26 @@ def _merge_attention(
     return _api.merge_attention(out_a, lse_a, out_b, lse_b, lse_base=lse_base)
 
 
-def _write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
-    _api.write_kv(k, v, k_pool, v_pool, slot_mapping)
+def _write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    k_scale_number: float | None = None,
+    v_scale: Tensor | None = None,
+    v_scale_number: float | None = None,
+) -> None:
+    _api.write_kv(
+        k,
+        v,
+        k_pool,
+        v_pool,
+        slot_mapping,
+        k_scale=k_scale if k_scale_number is None else k_scale_number,
+        v_scale=v_scale if v_scale_number is None else v_scale_number,
+    )
 
 
 for _name, _kernel in (
