@@ -49,7 +49,8 @@ GROWING = {
 }
 NUMBERS = {
     **{
-        f"DataType::{name}": f"XLA_FFI_DataType_{name.upper()}" for name in ("pred", "s32", "s64", "f8e4m3fn")
+        f"DataType::{name}": f"XLA_FFI_DataType_{name.upper()}"
+        for name in ("pred", "s8", "s32", "s64", "f8e4m3fn")
     },
     **{f"DataType::{name}": f"XLA_FFI_DataType_{name.upper()}" for name in ("f16", "bf16", "f32", "f64")},
     **{

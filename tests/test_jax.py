@@ -11,6 +11,7 @@ import compare
 import numpy as np
 import processes
 import pytest
+import quantised
 import reference
 
 jax = pytest.importorskip("jax")
@@ -65,6 +66,23 @@ def test_matches_reference(make, jit, dtype):
     got = _run(jax.jit(call) if jit else call, *args)
     assert all(isinstance(x, jax.Array) for x in got)
     compare.result_close(tuple(np.asarray(x) for x in got), want, dtype)
+
+
+@pytest.mark.parametrize("shape", quantised.SCALES)
+@pytest.mark.parametrize("kv_dtype", quantised.KV_DTYPES)
+def test_quantised_cache(kv_dtype, shape):
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float16", kv_dtype, shape)
+    scales = list(made.scales.values())
+
+    def call(k_scale, v_scale, *args):
+        return tj.paged_attention(*args, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+    args = [jnp.asarray(x) for x in made.data.args]
+    got = call(*scales, *args)
+    compare.result_close(tuple(np.asarray(x) for x in got), made.want(), "float16")
+    if shape != "number":
+        got = jax.jit(call)(*map(jnp.asarray, scales), *args)
+        compare.result_close(tuple(np.asarray(x) for x in got), made.want(), "float16")
 
 
 def test_results_stay_on_the_device(device):
@@ -152,6 +170,27 @@ def test_write_kv_in_place():
     compare.same_bits(tuple(map(np.asarray, pools)), written)
     want = reference.paged(np.ones((1, 4, 16), np.float32), *written, np.array([[0, 5]]), np.array([16]))
     compare.out_close(np.asarray(out), want.out, "float32")
+
+
+@pytest.mark.parametrize("shape", quantised.SCALES)
+@pytest.mark.parametrize("kv_dtype", quantised.KV_DTYPES)
+def test_write_kv_quantises(kv_dtype, shape):
+    k, v, k_pool, v_pool, slots = _tokens_and_pools()
+    rng = np.random.default_rng(0)
+    stored = [quantised.stored_values(rng, pool.shape, kv_dtype) for pool in (k_pool, v_pool)]
+    scales = [quantised.make_scale(rng, pool, shape) for pool in stored]
+    got = jax.jit(tj.write_kv)(
+        *map(jnp.asarray, (k, v, *stored, slots)),
+        k_scale=jnp.float32(scales[0]) if shape == "number" else jnp.asarray(scales[0]),
+        v_scale=jnp.float32(scales[1]) if shape == "number" else jnp.asarray(scales[1]),
+    )
+    for x, pool, scale, result in zip((k, v), stored, scales, got, strict=True):
+        each = np.broadcast_to(quantised.spread(scale), (*pool.shape[:3], 1))
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                at = divmod(int(slot), pool.shape[1])
+                pool[at] = quantised.quantise(x[token], each[at], kv_dtype)
+        compare.same_bits(np.asarray(result), pool)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own pools", "one pool"])

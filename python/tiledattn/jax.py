@@ -113,6 +113,8 @@ def paged_attention(
     window: Window = (None, None),
     softcap: float = 0.0,
     sinks: Array | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
     cu_seqlens_q: Array | None = None,
     max_seqlen_q: int | None = None,
     return_lse: bool = False,
@@ -124,10 +126,10 @@ def paged_attention(
     q
         ``[B, Hq, D]``, ``[B, Sq, Hq, D]``, or ragged ``[total_q, Hq, D]`` with ``cu_seqlens_q``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the type of q, or both float8_e4m3fn or int8.
     block_table, seq_lens
         ``[B, max_blocks]`` and ``[B]``, int32 or int64.
-    causal, softmax_scale, window, softcap, sinks, cu_seqlens_q, max_seqlen_q
+    causal, softmax_scale, window, softcap, sinks, k_scale, v_scale, cu_seqlens_q, max_seqlen_q
         As there.
     return_lse
         Return the log-sum-exp too, ``out.shape[:-1]`` float32.
@@ -164,6 +166,8 @@ def paged_attention(
         "block_table": (block_table, 2),
         "seq_lens": (seq_lens, 1),
         "sinks": (sinks, 1),
+        "k_scale": _scale(k_scale),
+        "v_scale": _scale(v_scale),
         "cu_seqlens_q": (cu_seqlens_q, 1),
     }
     options = {
@@ -221,7 +225,16 @@ def merge_attention(
     return _call("merge_attention", operands, out_a, {"lse_base": np.float64(lse_base)})
 
 
-def write_kv(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Array) -> tuple[Array, Array]:
+def write_kv(
+    k: Array,
+    v: Array,
+    k_pool: Array,
+    v_pool: Array,
+    slot_mapping: Array,
+    *,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+) -> tuple[Array, Array]:
     """Write the keys and values of tokens into a paged KV cache; see `tiledattn.write_kv`.
 
     JAX arrays do not change, so the written pools are results. Inside a function compiled with ``donate_argnums`` for
@@ -232,9 +245,12 @@ def write_kv(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Arr
     k, v
         ``[T, Hk, D]`` and ``[T, Hk, Dv]``.
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the types of k and v.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the types of k and v, or both float8_e4m3fn or
+        int8.
     slot_mapping
         ``[T]``, int32 or int64: ``block * P + position``; negative: the token is skipped.
+    k_scale, v_scale
+        As there.
 
     Returns
     -------
@@ -266,6 +282,8 @@ def write_kv(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Arr
         "k_pool": (k_pool, 4),
         "v_pool": (v_pool, 4),
         "slot_mapping": (slot_mapping, 1),
+        "k_scale": _scale(k_scale),
+        "v_scale": _scale(v_scale),
     }
     arrays, names = _given(operands)
     _register()
@@ -319,13 +337,13 @@ def _run(
 
 
 @functools.partial(jax.jit, static_argnames=("operands",), inline=True)
-def _write(k: Array, v: Array, k_pool: Array, v_pool: Array, slot_mapping: Array, *, operands: str) -> Any:
+def _write(k: Array, v: Array, k_pool: Array, v_pool: Array, *others: Array, operands: str) -> Any:
     results = tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool))
     # vmap makes one pool of each problem, also of one that they share: each gets its own written copy.
     call = jax.ffi.ffi_call(
         "tiledattn_write_kv", results, vmap_method="broadcast_all", input_output_aliases={2: 0, 3: 1}
     )
-    return call(k, v, k_pool, v_pool, slot_mapping, operands=operands, results="k_pool:4 v_pool:4")
+    return call(k, v, k_pool, v_pool, *others, operands=operands, results="k_pool:4 v_pool:4")
 
 
 @functools.cache
@@ -347,6 +365,14 @@ def _score_options(
         "window_right": _integer(right),
         "softcap": np.float64(softcap),
     }
+
+
+def _scale(scale: Array | float | None) -> tuple[Array | None, int]:
+    """Make an operand of a scale, with as many dimensions as it has."""
+    if scale is None:
+        return None, 0
+    array = jnp.float32(scale) if isinstance(scale, int | float) else jnp.asarray(scale)
+    return array, array.ndim
 
 
 def _integer(value: int | None) -> np.int64 | None:

@@ -2,6 +2,7 @@
 // The calls as handlers of XLA's foreign function interface; tiledattn/jax.py registers them.
 #include <nanobind/nanobind.h>
 
+#include <optional>
 #include <string>
 
 #include "bindings.h"
@@ -14,6 +15,12 @@ namespace nb = nanobind;
 namespace tiledattn::binding {
 
 namespace {
+
+/// Numbers come as arrays without dimensions.
+std::optional<KvScale> scale(const XlaCall& call, const char* name, std::int64_t problem) {
+  if (const std::optional<Tensor> array = call.optional_operand(name, problem)) return *array;
+  return std::nullopt;
+}
 
 ScoreOptions score_options(const XlaCall& call, std::int64_t problem) {
   ScoreOptions options;
@@ -53,6 +60,8 @@ struct PagedAttention {
     args.seq_lens = call.operand("seq_lens", problem);
     args.out = call.result("out", problem);
     args.lse = call.result("lse", problem);
+    args.k_scale = scale(call, "k_scale", problem);
+    args.v_scale = scale(call, "v_scale", problem);
     args.causal = call.flag("causal");
     args.cu_seqlens_q = call.optional_operand("cu_seqlens_q", problem);
     args.max_seqlen_q = call.integer("max_seqlen_q");
@@ -78,10 +87,13 @@ struct WriteKv {
     args.k_pool = pool(call, "k_pool", problem);
     args.v_pool = pool(call, "v_pool", problem);
     args.slot_mapping = call.operand("slot_mapping", problem);
+    args.k_scale = scale(call, "k_scale", problem);
+    args.v_scale = scale(call, "v_scale", problem);
     write_kv(args, call.stream());
   }
 
-  // In place: XLA copies a pool first that its caller keeps. A result of its own would hold nothing.
+  // In place: XLA copies a pool first that its caller keeps. A result of its own would hold
+  // nothing.
   static Tensor pool(const XlaCall& call, const char* name, std::int64_t problem) {
     const Tensor result = call.result(name, problem);
     if (result.data != call.operand(name, problem).data)

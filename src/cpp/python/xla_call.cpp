@@ -11,6 +11,8 @@ namespace {
 
 DType dtype_of(xla::DataType dtype, const std::string& name) {
   switch (dtype) {
+    case xla::DataType::s8:
+      return DType::int8;
     case xla::DataType::s32:
       return DType::int32;
     case xla::DataType::s64:

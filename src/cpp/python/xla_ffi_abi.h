@@ -52,6 +52,7 @@ struct ErrorCreateArgs {
 
 enum class DataType : std::int32_t {
   pred = 1,
+  s8 = 2,
   s32 = 4,
   s64 = 5,
   f16 = 10,
