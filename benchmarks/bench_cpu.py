@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tiledattn as ta
@@ -44,6 +44,11 @@ class Cell:
     q_len: int
     kv_len: int
     causal: bool = False
+    kv_dtype: str | None = None  # of a quantised paged cache
+
+    def kv_name(self) -> str:
+        """Types of q, K and V as the tables show them."""
+        return self.dtype if self.kv_dtype is None else f"{self.dtype}, {self.kv_dtype} cache"
 
     def torch_dtype(self) -> torch.dtype:
         """Element type of q, K and V."""
@@ -54,6 +59,7 @@ DECODE = {"batch": 8, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "q_
 PREFILL = {"batch": 1, "num_q_heads": 16, "num_kv_heads": 16, "head_dim": 128, "q_len": 1024, "kv_len": 1024}
 CELLS = [
     *(Cell("decode", dtype, **DECODE) for dtype in ("bfloat16", "float32", "float16")),
+    *(Cell("decode", "bfloat16", kv_dtype=kv_dtype, **DECODE) for kv_dtype in ("int8", "float8_e4m3fn")),
     *(Cell("prefill", dtype, **PREFILL) for dtype in ("bfloat16", "float32")),
     *(Cell("prefill_causal", dtype, causal=True, **PREFILL) for dtype in ("bfloat16", "float32")),
 ]
@@ -79,7 +85,20 @@ def make_inputs(cell: Cell) -> Inputs:
 
     k = normal(cell.num_kv_heads, cell.kv_len)
     v = normal(cell.num_kv_heads, cell.kv_len)
+    if cell.kv_dtype is not None:  # values that the cache holds exactly, so that all compute the same
+        k, v = (quantise(x, cell.kv_dtype).to(k.dtype) * KV_SCALE for x in (k, v))
     return Inputs(cell, normal(cell.num_q_heads, cell.q_len), k, v)
+
+
+# A power of two: bfloat16 holds every element of the quantised types times it.
+KV_SCALE = 1 / 32
+
+
+def quantise(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """Round to the values of a quantised cache with scale KV_SCALE."""
+    largest = 127 if kv_dtype == "int8" else 448
+    scaled = (x.float() / KV_SCALE).clamp(-largest, largest)
+    return (scaled.round() if kv_dtype == "int8" else scaled).to(getattr(torch, kv_dtype))
 
 
 def tiledattn_flash(x: Inputs) -> Run:
@@ -88,8 +107,15 @@ def tiledattn_flash(x: Inputs) -> Run:
     return lambda: ta.flash_attention(x.q, x.k, x.v, causal=x.cell.causal, layout="bhsd", out=out)
 
 
+def tiledattn_paged_unquantised(x: Inputs) -> Run | None:
+    """Where the cache is quantised: the same over a cache of the type of q."""
+    if x.cell.kv_dtype is None:
+        return None
+    return tiledattn_paged(Inputs(replace(x.cell, kv_dtype=None), x.q, x.k, x.v))
+
+
 def tiledattn_paged(x: Inputs) -> Run:
-    """``paged_attention`` over shuffled blocks of 16 tokens."""
+    """``paged_attention`` over shuffled blocks of 16 tokens; a quantised cache has a scale for each head."""
     block_size, cell = 16, x.cell
     blocks = cell.kv_len // block_size
     order = torch.randperm(cell.batch * blocks, generator=torch.Generator().manual_seed(1))
@@ -101,13 +127,18 @@ def tiledattn_paged(x: Inputs) -> Run:
         return pool
 
     k_pool, v_pool = pool(x.k), pool(x.v)
+    scales = {}
+    if cell.kv_dtype is not None:
+        k_pool, v_pool = (quantise(x, cell.kv_dtype) for x in (k_pool, v_pool))
+        scale = torch.full((cell.num_kv_heads,), KV_SCALE)
+        scales = {"k_scale": scale, "v_scale": scale}
     block_table = order.reshape(cell.batch, blocks).to(torch.int32)
     seq_lens = torch.full((cell.batch,), cell.kv_len, dtype=torch.int32)
     q = x.q.transpose(1, 2).contiguous()
     out = torch.empty_like(q)
 
     def run() -> torch.Tensor:
-        ta.paged_attention(q, k_pool, v_pool, block_table, seq_lens, causal=cell.causal, out=out)
+        ta.paged_attention(q, k_pool, v_pool, block_table, seq_lens, causal=cell.causal, out=out, **scales)
         return out.transpose(1, 2)
 
     return run
@@ -134,6 +165,7 @@ def torch_sdpa_folded(x: Inputs) -> Run | None:
 CONTENDERS: dict[str, Callable[[Inputs], Run | None]] = {
     "tiledattn flash_attention": tiledattn_flash,
     "tiledattn paged_attention": tiledattn_paged,
+    "tiledattn paged_attention, unquantised": tiledattn_paged_unquantised,
     "torch sdpa": torch_sdpa,
     "torch sdpa folded": torch_sdpa_folded,
 }
@@ -202,10 +234,10 @@ def machine() -> dict[str, object]:
 def show(result: dict[str, object]) -> None:
     """One line for each contender."""
     cell = result["cell"]
-    print(f"{cell['name']} {cell['dtype']}")
+    print(f"{cell['name']} {Cell(**cell).kv_name()}")
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["times_slower_than_first"][name]
-        print(f"  {name:28} {milliseconds:9.2f} ms   {ratio:6.2f} x", flush=True)
+        print(f"  {name:38} {milliseconds:9.2f} ms   {ratio:6.2f} x", flush=True)
 
 
 def main() -> None:
@@ -214,7 +246,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
-    parser.add_argument("--only", help="run only cells whose name contains this")
+    parser.add_argument("--only", help="run only cells whose name and types contain this")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=ta.get_num_threads(), help="for all contenders")
     args = parser.parse_args()
@@ -224,7 +256,7 @@ def main() -> None:
     before = machine()  # its load average is of what ran before the benchmark
     results = []
     for cell in CELLS:
-        if args.only and args.only not in cell.name:
+        if args.only and args.only not in f"{cell.name} {cell.kv_name()}":
             continue
         results.append(measure(cell, args.rounds))
         show(results[-1])
@@ -251,8 +283,9 @@ def table_row(result: dict) -> dict[str, str]:
     cell, times = result["cell"], result["milliseconds"]
     heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
     shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
-    row = {"cell": cell["name"].replace("_", " "), "shape": shape, "type": cell["dtype"]}
-    row |= {f"{name}, ms": f"{time:.1f}" for name, time in times.items() if name != "torch sdpa folded"}
+    row = {"cell": cell["name"].replace("_", " "), "shape": shape, "type": Cell(**cell).kv_name()}
+    shown = ("tiledattn flash_attention", "tiledattn paged_attention", "torch sdpa")
+    row |= {f"{name}, ms": f"{times[name]:.1f}" for name in shown}
     row["torch / tiledattn"] = f"{times['torch sdpa'] / times['tiledattn flash_attention']:.1f}"
     return row
 
