@@ -97,7 +97,7 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
     // Unrolled further, the loads of the next step are hoisted and the sums leave the registers.
 #pragma GCC unroll 1
     for (; d + D::kStep <= head_dim; d += D::kStep) {
-      typename D::Operand x[Rows];
+      typename D::QueryOperand x[Rows];
       for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
       for (int i = 0; i < kKeys; ++i) {
         const typename D::Operand y = D::load_key(k[i] + d);
@@ -179,8 +179,13 @@ TILEDATTN_INLINE void add_values(const BlockArgs& a, const Group& group, const S
     if (prefetch && j < a.num_next_keys) prefetch_row(a.next_k[j], k_bytes);
     const T* v = static_cast<const T*>(a.v[j]) + d;
     Vec x[Vectors];
-    for (int i = 0; i < Vectors; ++i)
-      x[i] = Part ? load_first(v + i * kLanes, left) : load(v + i * kLanes);
+    if constexpr (Part) {
+      x[0] = load_first(v, left);
+    } else if constexpr (Vectors == 1) {
+      x[0] = load(v);
+    } else {
+      for (int i = 0; i < Vectors; i += 2) load_two(v + i * kLanes, x + i);
+    }
     for (int r = 0; r < Rows; ++r) {
       const Vec weight = broadcast(weights[r][j]);
       for (int i = 0; i < Vectors; ++i) sums[r][i] = fma(x[i], weight, sums[r][i]);

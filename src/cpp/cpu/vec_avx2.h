@@ -33,15 +33,26 @@ inline Vec load(const Int8* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
-inline Vec load(const Float8* p) {
+/// Sixteen float8 elements as float16.
+inline __m256i widen_float8(__m128i bytes) {
   // Sign-extended and moved to one place below the top, a byte is the float16 but for the copy of
   // the sign in bit 14.
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
-  const __m128i half = _mm_and_si128(words, _mm_set1_epi16(static_cast<short>(0xbfff)));
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  const __m256i half = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbfff)));
   // Of NaN alone (exponent and mantissa all ones) the sum reaches bit 14, which makes it one here.
-  const __m128i sum = _mm_add_epi16(half, _mm_set1_epi16(0x0080));
-  return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(sum, _mm_set1_epi16(0x4000))));
+  const __m256i sum = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
+  return _mm256_or_si256(half, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000)));
+}
+
+inline Vec load(const Float8* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(widen_float8(bytes)));
+}
+
+inline void load_two(const Float8* p, Vec* v) {
+  const __m256i half = widen_float8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  v[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+  v[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
 }
 
 /// lane i = sum of the lanes of v[i].

@@ -13,6 +13,7 @@ template <>
 struct Dot<BFloat16> {
   using Query = BFloat16;
   using Operand = __m512bh;
+  using QueryOperand = __m512bh;
   static constexpr int kStep = 32;
 
   static Operand load_query(const BFloat16* q) { return (Operand)_mm512_loadu_si512(q); }

@@ -4,6 +4,7 @@
 //
 //   fma(a, b, c)            a * b + c
 //   load(p)                 kLanes elements of any type as float32
+//   load_two(p, v)          2 * kLanes of them, where that costs less than two loads
 //   sum_each(v)             lane i = sum of the lanes of v[i], for kLanes vectors
 //   sum(v), largest(v)      over the lanes of one vector
 //   Dot<T>                  how q times K is accumulated
@@ -73,6 +74,13 @@ inline Vec load_first(const T* p, int n) {
   T part[kLanes] = {};
   __builtin_memcpy(part, p, static_cast<unsigned>(n) * sizeof(T));
   return load(part);
+}
+
+/// The next 2 * kLanes elements.
+template <typename T>
+inline void load_two(const T* p, Vec* v) {
+  v[0] = load(p);
+  v[1] = load(p + kLanes);
 }
 
 }  // namespace
