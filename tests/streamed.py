@@ -18,7 +18,7 @@ class ReadSource:
 
     name = "bytes"
 
-    def __init__(self, k_pool, v_pool, layout="hnd"):
+    def __init__(self, k_pool, v_pool, layout="hnd", **scales):
         num_blocks, block_size, num_kv_heads, head_dim = k_pool.shape
         self.geometry = ta.TileGeometry(
             num_blocks=num_blocks,
@@ -28,6 +28,7 @@ class ReadSource:
             head_dim_v=v_pool.shape[3],
             dtype=str(k_pool.dtype),
             layout=layout,
+            **scales,
         )
         self.bytes = np.zeros((num_blocks, self.geometry.block_bytes), np.uint8)
         for view, pool in zip(self.geometry.views(self.bytes), (k_pool, v_pool), strict=True):
@@ -60,13 +61,13 @@ def fail_at(block, error):
     return before_read
 
 
-def make_source(kind, device, data):
+def make_source(kind, device, data, **scales):
     k_pool, v_pool = data.k_pool, data.v_pool
     if kind == "read":
-        return ReadSource(k_pool, v_pool)
+        return ReadSource(k_pool, v_pool, **scales)
     carrier = device if kind == "device" else None
     pools = [carrier.array(pool) if carrier else np.array(pool) for pool in (k_pool, v_pool)]
-    return ta.PoolSource(*pools, name=kind)
+    return ta.PoolSource(*pools, name=kind, **scales)
 
 
 def sequences_of(data, source):

@@ -10,6 +10,7 @@ import compare
 import numpy as np
 import pytest
 import quantised
+import streamed
 import tiledattn as ta
 
 KV_DTYPES, SCALES = quantised.KV_DTYPES, quantised.SCALES
@@ -221,6 +222,53 @@ def test_frameworks(carrier):
         for shape in SCALES:
             made = quantised.make(cases.Paged("", seq_lens=(9, 40)), "float16", kv, shape)
             compare.result_close(made.run(carrier), made.want(), "float16")
+
+
+@pytest.mark.parametrize("kind", ["host", "device", "read"])
+def test_streaming_sources(kind, device, kv_dtype):
+    """The bits of the same tiles by hand, and the right ones."""
+    made = quantised.make(streamed.LONG, "float16", kv_dtype, "number")
+    source = streamed.make_source(kind, device, made.data, **made.scales)
+    streaming = streamed.make_streaming(device, made.data)
+    got = streamed.attend(device, streaming, made.data, streamed.sequences_of(made.data, source))
+    compare.result_close(got, made.want(), "float16")
+    attn = ta.TiledAttention(streaming.dims, device=device.device)
+    attn.begin_step(len(made.data.q))
+    for part in cases.cut(made.data, (streamed.TILE,) * 8):
+        args = (*made.data[:3], part.blocks, part.counts)
+        device.call(attn.step_tile, *args, last_block_valid_slots=part.valid_slots, **made.scales)
+    compare.same_bits(got, device.call(attn.finalize, return_lse=True))
+
+
+def test_streaming_from_a_plain_and_a_quantised_source(device):
+    """Old keys are int8, new ones have the type of q."""
+    made = quantised.make(cases.Paged("", seq_lens=(64,), block_size=4), "float32", "int8", "number")
+    data, real = made.data, made.real
+    plain = [real[i].astype(np.float32) for i in (1, 2)]
+    old = streamed.make_source("host", device, data, **made.scales)
+    new = ta.PoolSource(*plain)
+    blocks = data.block_table[0]
+    parts = [ta.KvPart(old, blocks[:10]), ta.KvPart(new, blocks[10:16])]
+    streaming = streamed.make_streaming(device, data)
+    got = streamed.attend(device, streaming, data, [ta.StreamSequence(64, parts)])
+    compare.result_close(got, made.want(), "float32")
+
+
+def test_scales_of_sources(cpu):
+    sizes = {"num_blocks": 2, "block_size": 4, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(ValueError, match=r"k_scale: got None with int8.*num_kv_heads=1"):
+        ta.TileGeometry(**sizes, dtype="int8")
+    with pytest.raises(ValueError, match=r"v_scale: got -1.*> 0"):
+        ta.TileGeometry(**sizes, dtype="int8", k_scale=1.0, v_scale=-1.0)
+    with pytest.raises(ValueError, match=r"k_scale: got a scale with float16 pools"):
+        ta.TileGeometry(**sizes, dtype="float16", k_scale=1.0)
+    pool = np.zeros((2, 4, 1, 8), np.int8)
+    with pytest.raises(ValueError, match=r"v_scale: got None with int8"):
+        ta.PoolSource(pool, pool, k_scale=1.0)
+    geometry = ta.TileGeometry(**sizes, dtype="float8_e4m3fn", v_scale=0.5)
+    assert geometry.block_bytes == 2 * 4 * 8
+    source = ta.PoolSource.allocate(geometry)
+    assert source.k_pool.dtype == quantised.STORED["float8_e4m3fn"]
 
 
 def test_supports(device, dtype, kv_dtype):

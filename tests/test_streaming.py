@@ -247,8 +247,8 @@ def test_wrong_sources_are_named(cpu):
         ta.StreamSequence(8, source)
     with pytest.raises(ValueError, match="head_dim: got head dimension 300"):
         ta.TileGeometry(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=300, dtype="float32")
-    with pytest.raises(ValueError, match="dtype: got 'int8'"):
-        ta.TileGeometry(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=3, dtype="int8")
+    with pytest.raises(ValueError, match="dtype: got 'uint8'"):
+        ta.TileGeometry(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=3, dtype="uint8")
     memory = np.zeros((4, 6, 2, 8), np.float32).swapaxes(0, 1)
     with pytest.raises(ValueError, match="a block must be one run of memory"):
         ta.PoolSource(memory, memory)

@@ -36,17 +36,17 @@ def empty(framework: str, shape: tuple[int, ...], dtype: str, device: str) -> Ar
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of this name; bfloat16 comes from ml_dtypes."""
-    if name != "bfloat16":
+    """NumPy's dtype of this name; bfloat16 and float8_e4m3fn come from ml_dtypes."""
+    if name not in ("bfloat16", "float8_e4m3fn"):
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
         raise TypeError(
-            "out: a bfloat16 NumPy array needs the package ml_dtypes (pip install ml_dtypes); or pass out="
+            f"out: a {name} NumPy array needs the package ml_dtypes (pip install ml_dtypes); or pass out="
         ) from None
-    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return bfloat16
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 def to_jax(array: np.ndarray[Any, Any]) -> Array:

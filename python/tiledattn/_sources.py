@@ -32,12 +32,15 @@ class TileGeometry:
     num_kv_heads, head_dim
         Sizes of K.
     dtype
-        ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``, the type of q; or ``"float8_e4m3fn"`` or ``"int8"``.
     head_dim_v
         Size of a head in V; None means ``head_dim``.
     layout
         ``"hnd"``: K and V of a block are ``[num_kv_heads, block_size, head_dim]``; ``"nhd"``: tokens come
         before heads.
+    k_scale, v_scale
+        Numbers > 0 that elements of the last two types are multiplied with. None means 1 for float8_e4m3fn;
+        int8 needs both.
 
     Raises
     ------
@@ -60,6 +63,8 @@ class TileGeometry:
     dtype: str
     head_dim_v: int | None = None
     layout: str = "hnd"
+    k_scale: float | None = None
+    v_scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", int(self._compiled().head_dim_v))
@@ -73,6 +78,8 @@ class TileGeometry:
             self.head_dim_v,
             self.dtype,
             self.layout,
+            self.k_scale,
+            self.v_scale,
         )
 
     @property
@@ -159,8 +166,11 @@ class PoolSource:
     Parameters
     ----------
     k_pool, v_pool
-        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]``, bfloat16, float16 or float32, with strides
-        such that K of a block (or K and V together) is one run of memory. The object keeps them alive.
+        ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]``, bfloat16, float16, float32, float8_e4m3fn
+        or int8, with strides such that K of a block (or K and V together) is one run of memory. The object
+        keeps them alive.
+    k_scale, v_scale
+        As in `TileGeometry`.
     name
         What errors call it.
     pin
@@ -182,8 +192,17 @@ class PoolSource:
 
     __slots__ = ("__weakref__", "_compiled", "_pools")
 
-    def __init__(self, k_pool: Array, v_pool: Array, *, name: str = "pool", pin: bool = True) -> None:
-        self._compiled = _core.PoolSource.of(k_pool, v_pool, name, pin)
+    def __init__(
+        self,
+        k_pool: Array,
+        v_pool: Array,
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        name: str = "pool",
+        pin: bool = True,
+    ) -> None:
+        self._compiled = _core.PoolSource.of(k_pool, v_pool, name, pin, k_scale, v_scale)
         self._pools: tuple[Array, Array] = (k_pool, v_pool)
 
     @classmethod

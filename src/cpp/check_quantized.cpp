@@ -50,6 +50,11 @@ ScaleView check_scale_array(const char* argument, const Tensor& scale, const Ten
 
 }  // namespace
 
+void check_cache_dtype(const char* argument, const Tensor& tensor) {
+  check_sizes(argument, tensor);
+  if (!is_quantized(tensor.dtype)) check_attention_dtype(argument, tensor);
+}
+
 void check_pool_dtypes(const Tensor& k_pool, const Tensor& v_pool, DType dtype, const char* owner) {
   check_sizes("k_pool", k_pool);
   check_sizes("v_pool", v_pool);

@@ -10,6 +10,9 @@
 
 namespace tiledattn {
 
+/// Some element type of attention, or a quantised one.
+void check_cache_dtype(const char* argument, const Tensor& tensor);
+
 /// Both pools have `dtype`, or both one of the quantised types. `owner` has `dtype`: "q".
 void check_pool_dtypes(const Tensor& k_pool, const Tensor& v_pool, DType dtype, const char* owner);
 

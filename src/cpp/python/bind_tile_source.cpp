@@ -28,10 +28,16 @@ using Blocks = std::vector<std::int64_t>;
 
 DType dtype_arg(nb::handle value) {
   const std::string name = text_arg(value, "dtype");
-  for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+  for (const DType dtype :
+       {DType::bfloat16, DType::float16, DType::float32, DType::float8_e4m3fn, DType::int8}) {
     if (name == to_string(dtype)) return dtype;
   }
-  throw ValueError("dtype: got '" + name + "'; expected 'bfloat16', 'float16' or 'float32'");
+  throw ValueError("dtype: got '" + name +
+                   "'; expected 'bfloat16', 'float16', 'float32', 'float8_e4m3fn' or 'int8'");
+}
+
+TileScales scales_arg(nb::handle k_scale, nb::handle v_scale) {
+  return {optional_number_arg(k_scale, "k_scale"), optional_number_arg(v_scale, "v_scale")};
 }
 
 BlockLayout layout_arg(nb::handle value) {
@@ -50,7 +56,8 @@ struct PackedGeometry {
 
 void construct_geometry(PackedGeometry* self, nb::handle num_blocks, nb::handle block_size,
                         nb::handle num_kv_heads, nb::handle head_dim, nb::handle head_dim_v,
-                        nb::handle dtype, nb::handle layout) {
+                        nb::handle dtype, nb::handle layout, nb::handle k_scale,
+                        nb::handle v_scale) {
   TileSizes sizes;
   sizes.num_blocks = integer_arg(num_blocks, "num_blocks");
   sizes.block_size = integer_arg(block_size, "block_size");
@@ -59,6 +66,7 @@ void construct_geometry(PackedGeometry* self, nb::handle num_blocks, nb::handle 
   sizes.head_dim_v = optional_integer_arg(head_dim_v, "head_dim_v").value_or(sizes.head_dim);
   if (sizes.head_dim_v == 0) throw ValueError("head_dim_v: got 0; expected 1 to 256");
   sizes.dtype = dtype_arg(dtype);
+  sizes.scales = scales_arg(k_scale, v_scale);
   const BlockLayout order = layout_arg(layout);
   new (self) PackedGeometry{sizes, order, TileGeometry::packed(sizes, order)};
 }
@@ -80,14 +88,14 @@ void refuse_capsule(nb::handle array, const char* name) {
 }
 
 std::shared_ptr<PoolSource> make_pool(nb::handle k_pool, nb::handle v_pool, nb::handle name,
-                                      nb::handle pin) {
+                                      nb::handle pin, nb::handle k_scale, nb::handle v_scale) {
   refuse_capsule(k_pool, "k_pool");
   refuse_capsule(v_pool, "v_pool");
   TensorArgs args{nb::none()};
   const Tensor k = args.input(k_pool, "k_pool");
   const Tensor v = args.input(v_pool, "v_pool");
   return std::make_shared<PoolSource>(k, v, keep(k_pool, v_pool), text_arg(name, "name"),
-                                      bool_arg(pin, "pin"));
+                                      bool_arg(pin, "pin"), scales_arg(k_scale, v_scale));
 }
 
 std::shared_ptr<PoolSource> allocate_pool(const PackedGeometry& geometry, nb::handle name,
@@ -118,7 +126,7 @@ void bind_tile_source(nb::module_& m) {
   nb::class_<PackedGeometry>(m, "TileGeometry")
       .def("__init__", construct_geometry, "num_blocks"_a.none(), "block_size"_a.none(),
            "num_kv_heads"_a.none(), "head_dim"_a.none(), "head_dim_v"_a.none(), "dtype"_a.none(),
-           "layout"_a.none())
+           "layout"_a.none(), "k_scale"_a.none(), "v_scale"_a.none())
       .def_prop_ro("head_dim_v", [](const PackedGeometry& g) { return g.sizes.head_dim_v; })
       .def_prop_ro("block_bytes", [](const PackedGeometry& g) { return g.geometry.block_bytes(); });
 
@@ -133,7 +141,7 @@ void bind_tile_source(nb::module_& m) {
           "object"_a, "geometry"_a, "name"_a.none());
   nb::class_<PoolSource, TileSource>(m, "PoolSource")
       .def_static("of", make_pool, "k_pool"_a.none(), "v_pool"_a.none(), "name"_a.none(),
-                  "pin"_a.none())
+                  "pin"_a.none(), "k_scale"_a.none(), "v_scale"_a.none())
       .def_static("allocate", allocate_pool, "geometry"_a, "name"_a.none(), "pin"_a.none())
       .def("bytes", pool_bytes)
       .def("evict", evict, "blocks"_a)

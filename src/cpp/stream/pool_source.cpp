@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "check_quantized.h"
 #include "check_tensor.h"
 #include "stream/block_leases.h"
 #include "stream/block_runs.h"
@@ -25,7 +26,7 @@ constexpr std::int64_t kPinnedPiece = std::int64_t{1} << 30;
 
 void check_pool(const char* argument, const Tensor& pool) {
   check_rank(argument, pool, 4, "[num_blocks, block_size, num_kv_heads, head_dim]");
-  check_attention_dtype(argument, pool);
+  check_cache_dtype(argument, pool);
   check_layout(argument, pool);
   if (pool.size() == 0)
     refuse(argument, "shape " + shape_to_string(pool), "one block of one element or more");
@@ -53,7 +54,7 @@ void check_runs(const char* argument, const Tensor& pool) {
 BlockPart part_of(const Tensor& pool) { return {0, 0, pool.strides[1], pool.strides[2]}; }
 
 /// One plane where K and V of a block lie beside each other, else two.
-TileGeometry geometry_of(const Tensor& k, const Tensor& v) {
+TileGeometry geometry_of(const Tensor& k, const Tensor& v, const TileScales& scales) {
   check_pool("k_pool", k);
   check_pool("v_pool", v);
   check_same_dtype("v_pool", v, k.dtype, "k_pool");
@@ -67,9 +68,11 @@ TileGeometry geometry_of(const Tensor& k, const Tensor& v) {
   check_head_dim("v_pool", v.shape[3]);
   check_runs("k_pool", k);
   check_runs("v_pool", v);
+  check_scale("k_scale", scales.k, k, "");
+  check_scale("v_scale", scales.v, v, "");
   const std::int64_t item = item_bytes(k.dtype);
   TileGeometry g;
-  g.sizes = {k.shape[0], k.shape[1], k.shape[2], k.shape[3], v.shape[3], k.dtype};
+  g.sizes = {k.shape[0], k.shape[1], k.shape[2], k.shape[3], v.shape[3], k.dtype, scales};
   g.k = part_of(k);
   g.v = part_of(v);
   const auto k_at = reinterpret_cast<std::intptr_t>(k.data);
@@ -103,9 +106,10 @@ struct PinnedPiece {
 }  // namespace
 
 struct PoolSource::Impl {
-  Impl(const Tensor& k, const Tensor& v, std::shared_ptr<void> keep, std::string called, bool pins)
+  Impl(const Tensor& k, const Tensor& v, std::shared_ptr<void> keep, std::string called, bool pins,
+       const TileScales& scales)
       : pools{k, v},
-        geometry(geometry_of(k, v)),
+        geometry(geometry_of(k, v, scales)),
         owner(std::move(keep)),
         name(std::move(called)),
         wants_pinned(pins),
@@ -160,8 +164,9 @@ struct PoolSource::Impl {
 };
 
 PoolSource::PoolSource(const Tensor& k_pool, const Tensor& v_pool, std::shared_ptr<void> owner,
-                       std::string name, bool pin)
-    : impl_(std::make_unique<Impl>(k_pool, v_pool, std::move(owner), std::move(name), pin)) {}
+                       std::string name, bool pin, const TileScales& scales)
+    : impl_(
+          std::make_unique<Impl>(k_pool, v_pool, std::move(owner), std::move(name), pin, scales)) {}
 
 std::shared_ptr<PoolSource> PoolSource::allocate(const TileSizes& sizes, BlockLayout layout,
                                                  std::string name, bool pin) {
@@ -173,7 +178,8 @@ std::shared_ptr<PoolSource> PoolSource::allocate(const TileSizes& sizes, BlockLa
   const Buffer buffer(cpu, sizes.num_blocks * geometry.block_bytes());
   char* const planes[2] = {static_cast<char*>(buffer.data()), nullptr};
   const TilePools pools = pools_at(geometry, planes, sizes.num_blocks, cpu);
-  return std::make_shared<PoolSource>(pools.k, pools.v, buffer.owner(), std::move(name), pin);
+  return std::make_shared<PoolSource>(pools.k, pools.v, buffer.owner(), std::move(name), pin,
+                                      sizes.scales);
 }
 
 PoolSource::~PoolSource() = default;

@@ -180,9 +180,9 @@ struct StreamingAttention::Impl {
 
   void check_dtype(const KvPart& part, DType dtype) const {
     const DType got = part.source->describe().sizes.dtype;
-    if (got == dtype) return;
+    if (got == dtype || is_quantized(got)) return;
     throw TypeError("sequences: source '" + part.source->name() + "' holds " + to_string(got) +
-                    "; expected " + to_string(dtype) + " like q");
+                    "; expected " + to_string(dtype) + " like q, or float8_e4m3fn or int8");
   }
 
   /// All refusals. Nothing that is under way changes.

@@ -269,11 +269,11 @@ void TileFetcher::transfer(TileSlot& slot) {
 
 TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
   const TileSource& source = *slot.launch->source;
+  const TileGeometry geometry = source.describe();
   TilePools pools;
   if (slot.in_place) {
     pools = *source.pools();
   } else {
-    const TileGeometry geometry = source.describe();
     char* planes[2];
     plane_places(slot, geometry, planes);
     pools = pools_at(geometry, planes, slot.launch->num_blocks, device_);
@@ -281,6 +281,8 @@ TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
   TileArgs args;
   args.k_pool = pools.k;
   args.v_pool = pools.v;
+  args.k_scale = geometry.sizes.scales.k;
+  args.v_scale = geometry.sizes.scales.v;
   slot.table.give(args, device_, positions);
   return args;
 }

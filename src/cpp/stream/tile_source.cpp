@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "check_quantized.h"
 #include "check_tensor.h"
 
 namespace tiledattn {
@@ -62,9 +63,12 @@ TileGeometry TileGeometry::packed(const TileSizes& sizes, BlockLayout layout) {
   g.sizes = sizes;
   g.sizes.head_dim_v = g.value_dim();
   check_head_dim("head_dim_v", g.sizes.head_dim_v);
-  Tensor named;
-  named.dtype = sizes.dtype;
-  check_attention_dtype("dtype", named);
+  const Tensor named =
+      make_tensor(nullptr, sizes.dtype, {},
+                  {sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim});
+  check_cache_dtype("dtype", named);
+  check_scale("k_scale", sizes.scales.k, named, "");
+  check_scale("v_scale", sizes.scales.v, named, "");
   const auto part = [&](std::int64_t dim, std::int64_t offset) {
     const bool heads_first = layout == BlockLayout::hnd;
     return BlockPart{0, offset, heads_first ? dim : sizes.num_kv_heads * dim,

@@ -14,14 +14,22 @@
 
 namespace tiledattn {
 
+/// What quantised elements of a source are multiplied with: numbers > 0. float8_e4m3fn: nothing
+/// means 1; int8 needs both.
+struct TileScales {
+  std::optional<double> k = {};
+  std::optional<double> v = {};
+};
+
 /// The sizes of the blocks of a source.
 struct TileSizes {
   std::int64_t num_blocks = 0;
   std::int64_t block_size = 0;  ///< tokens in a block
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
-  std::int64_t head_dim_v = 0;  ///< 0 means head_dim
-  DType dtype = DType::bfloat16;
+  std::int64_t head_dim_v = 0;    ///< 0 means head_dim
+  DType dtype = DType::bfloat16;  ///< that of q, float8_e4m3fn or int8
+  TileScales scales = {};         ///< with a quantised dtype
 };
 
 /// Order inside K and inside V of a block: [block_size, num_kv_heads, head_dim] or heads before
@@ -117,7 +125,7 @@ class TILEDATTN_API PoolSource : public TileSource {
   /// k_pool, v_pool: as in TileArgs; each block (of both, or of each) is one run of bytes. `owner`
   /// keeps their memory alive. `pin`: pin host memory for copies to a GPU, in pieces.
   PoolSource(const Tensor& k_pool, const Tensor& v_pool, std::shared_ptr<void> owner = {},
-             std::string name = "pool", bool pin = true);
+             std::string name = "pool", bool pin = true, const TileScales& scales = {});
   /// New host memory, on huge pages where the system has them, of undefined contents.
   static std::shared_ptr<PoolSource> allocate(const TileSizes& sizes, BlockLayout layout,
                                               std::string name = "pool", bool pin = true);
