@@ -29,6 +29,16 @@ def test_heads_before_sequence(name, device, dtype):
     compare.result_close(got, want, dtype)
 
 
+@pytest.mark.parametrize("num_q_heads", [2, 6], ids=["mha", "gqa"])
+@pytest.mark.parametrize("q_len", [3, 4, 11, 12, 13, 16, 17, 31, 48, 65])
+def test_any_number_of_rows(q_len, num_q_heads, device, dtype):
+    """Around the numbers of rows at which kernels change their way, and after which they pad."""
+    score = cases.Score(True, (37, 4), 5.0, True, 0.3)
+    case = cases.Flash("", 2, q_len, 70, num_q_heads, 2, head_dim=40, head_dim_v=72, score=score)
+    qkv, score = case.make(dtype)
+    compare.result_close(calls.run_flash(device, qkv, score), reference.flash(*qkv, **score), dtype)
+
+
 PACKED = {
     "mixed": ([5, 0, 33, 1], [7, 4, 33, 0]),
     "one": ([64], [129]),

@@ -31,6 +31,8 @@ namespace {
 /// Rows that walk over the keys together, when a sequence has many: enough to use each K and V load
 /// often, few enough that their q and o stay in the L2 cache.
 constexpr std::int64_t kTileRows = 64;
+/// From this many rows on, two matrix products cost less than groups of rows.
+constexpr std::int64_t kMinProductRows = 12;
 /// Below this many tiles for each thread, segments are spread over the threads.
 constexpr std::int64_t kTilesPerThread = 4;
 
@@ -56,11 +58,14 @@ class Workbench {
     return bench;
   }
 
-  void reserve(std::int64_t num_rows, std::int64_t head_dim, std::int64_t head_dim_v) {
+  void reserve(std::int64_t rows_in_use, std::int64_t head_dim, std::int64_t head_dim_v) {
+    const std::int64_t num_rows = padded(rows_in_use);
     const std::int64_t q_floats = num_rows * padded(head_dim);
     const std::int64_t o_floats = num_rows * padded(head_dim_v);
-    const auto floats = static_cast<std::size_t>(q_floats + 2 * o_floats + 4 * num_rows) +
-                        kAlignment / sizeof(float);
+    const std::int64_t widened_floats = kBlockKeys * (padded(head_dim) + padded(head_dim_v));
+    const auto floats =
+        static_cast<std::size_t>(2 * q_floats + 2 * o_floats + 4 * num_rows + widened_floats) +
+        kAlignment / sizeof(float);
     if (floats > size_) {
       allocate(floats * sizeof(float),
                [&] { memory_ = std::make_unique_for_overwrite<float[]>(floats); });
@@ -71,6 +76,8 @@ class Workbench {
     q = static_cast<float*>(std::align(kAlignment, 1, start, space));
     partial = {q + q_floats + 2 * o_floats, q + q_floats + 2 * o_floats + num_rows, q + q_floats};
     total = {partial.l + num_rows, partial.l + 2 * num_rows, q + q_floats + o_floats};
+    q_panels = total.l + num_rows;
+    widened = q_panels + q_floats;
     o_stride = padded(head_dim_v);
   }
 
@@ -80,8 +87,10 @@ class Workbench {
   Row total_row(std::int64_t r) const { return {total.m + r, total.l + r, total.o + r * o_stride}; }
 
   float* q = nullptr;  ///< packed q, or bfloat16 elements in the same place
-  Row partial{};       ///< row 0 of a segment's result
-  Row total{};         ///< row 0 of all segments' result
+  float* q_panels = nullptr;
+  float* widened = nullptr;
+  Row partial{};  ///< row 0 of a segment's result
+  Row total{};    ///< row 0 of all segments' result
   std::int64_t o_stride = 0;
 
  private:
@@ -150,7 +159,9 @@ class Attention {
   void walk(const Tile& t) const;
   void split(const std::vector<Tile>& tiles, std::int64_t first) const;
 
+  bool by_products(const Tile& t) const;
   Workbench& prepare(const Tile& t) const;
+  void make_panels(const Tile& t, const Workbench& bench) const;
   void fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const;
   void fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
                   const KeyBlock* next, const Workbench& bench) const;
@@ -309,6 +320,24 @@ Row Attention::scratch_row(const Tile& t, std::int64_t row, std::int64_t segment
   return {at, at + 1, at + 2};
 }
 
+/// Rows side by side in the lanes: worth a transposed q where a tile has many.
+bool Attention::by_products(const Tile& t) const {
+  return !keeps_bfloat16() && t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
+}
+
+/// The tile's packed q once more, with panels of rows side by side.
+void Attention::make_panels(const Tile& t, const Workbench& bench) const {
+  const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows;
+  for (std::int64_t first = 0; first < rows; first += panel) {
+    float* to = bench.q_panels + first * p_.head_dim;
+    for (std::int64_t r = 0; r < panel; ++r) {
+      const float* from = bench.q + (first + r) * padded(p_.head_dim);
+      for (std::int64_t d = 0; d < p_.head_dim; ++d)
+        to[d * panel + r] = first + r < rows ? from[d] : 0.0f;
+    }
+  }
+}
+
 /// Packs the tile's q into this thread's memory.
 Workbench& Attention::prepare(const Tile& t) const {
   Workbench& bench = Workbench::of_this_thread();
@@ -331,6 +360,7 @@ Workbench& Attention::prepare(const Tile& t) const {
     std::memset(to + p_.head_dim * item, 0,
                 static_cast<std::size_t>((stride - p_.head_dim) * item));
   }
+  if (by_products(t)) make_panels(t, bench);
   return bench;
 }
 
@@ -411,7 +441,7 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
   // Rows in groups of the kernel's, so that their key bounds fit a small array.
   constexpr int kRows = 64;
   static_assert(kRows % kGroupRows == 0);
-  int row_begin[kRows], row_end[kRows];
+  int row_begin[kRows] = {}, row_end[kRows] = {};
   float k_scale[kBlockKeys], v_scale[kBlockKeys];
   const std::int64_t end_row = first_row + head_rows(t);
   const std::int64_t q_item = keeps_bfloat16() ? 2 : 4;
@@ -437,6 +467,7 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
     args.v_scale = v_scale;
   }
   args.o_stride = bench.o_stride;
+  args.widened = bench.widened;
   for (std::int64_t first = first_row; first < end_row; first += kRows) {
     args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, end_row - first));
     for (int r = 0; r < args.num_rows; ++r) {
@@ -448,6 +479,7 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
     }
     args.next_k = next ? next->k : nullptr;
     args.num_next_keys = next && first == first_row ? next->size() : 0;
+    if (by_products(t)) args.q_panels = bench.q_panels + first * p_.head_dim;
     args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
     const Row row = bench.partial_row(first);
     args.m = row.m;

@@ -30,6 +30,9 @@ struct BlockArgs {
 
   const void* q;     ///< packed q, zero from head_dim on; float32 unless CpuKernels says otherwise
   int64_t q_stride;  ///< elements
+  const float* q_panels;  ///< q as [row / panel_rows][head_dim][panel_rows], zeros for rows that
+                          ///< are not there; null: rows go in groups of kGroupRows
+  float* widened;  ///< with q_panels: room for kBlockKeys rows of K and of V, padded like q
   const void* const*
       k;  ///< address of each key's K; entries from num_keys on (kBlockKeys in all) repeat the last
   const void* const* v;
@@ -44,7 +47,8 @@ struct BlockArgs {
   float softmax_scale;
   float softcap;  ///< 0: none
 
-  // The running state, natural units.
+  // The running state, natural units. With q_panels m, l and the key ranges have entries for
+  // whole panels.
   float* m;
   float* l;
   float* o;
@@ -56,7 +60,8 @@ using AttendBlock = void (*)(const BlockArgs&);
 struct CpuKernels {
   const char* name;
   AttendBlock attend_block[kNumElements];  ///< by Element, the type of K and V
-  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16
+  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16, and has no panels
+  int panel_rows;                          ///< rows side by side in q_panels; divides kRowPadding
 };
 
 extern const CpuKernels kernels_scalar;

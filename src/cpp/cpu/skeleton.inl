@@ -4,7 +4,7 @@
 // Rows go in groups of up to four: each K vector that is loaded meets the q of all of them, each V
 // vector their weights. A group takes three steps: scores = q K, weights = exp(scores - m), o = o *
 // exp(old m - m) + weights V. While one of K and V is read the other is prefetched into L2, which
-// keeps more misses in flight than plain loads.
+// keeps more misses in flight than plain loads. Where there are many rows, products.inl has it.
 //
 // Everything but the table has internal linkage.
 #include <stdint.h>
@@ -199,6 +199,12 @@ TILEDATTN_INLINE void add_values(const BlockArgs& a, const Group& group, const S
   }
 }
 
+}  // namespace
+
+#include "products.inl"
+
+namespace {
+
 template <typename T, int Rows>
 void attend_group(const BlockArgs& a, Group group) {
   group.key_begin = a.num_keys;
@@ -230,6 +236,7 @@ void attend_group(const BlockArgs& a, Group group) {
 
 template <typename T>
 void attend_block(const BlockArgs& a) {
+  if (a.q_panels != nullptr) return attend_products<T>(a);
   for (int first = 0; first < a.num_rows; first += kGroupRows) {
     const Group group{first, 0, 0, first == 0};
     switch (a.num_rows - first) {
@@ -256,6 +263,7 @@ const CpuKernels TILEDATTN_TABLE = {
     TILEDATTN_ISA,
     {attend_block<float>, attend_block<Float16>, attend_block<BFloat16>, attend_block<Int8>,
      attend_block<Float8>},
-    TILEDATTN_PACKS_BFLOAT16};
+    TILEDATTN_PACKS_BFLOAT16,
+    kPanel};
 
 }  // namespace tiledattn::cpu

@@ -10,6 +10,8 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kAccumulators = 8;
 constexpr int kValueVectors = 2;
+constexpr int kProductRows = 6;
+constexpr int kProductVectors = 2;
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 //   Dot<T>                  how q times K is accumulated
 //   kAccumulators           vectors of running sums that the registers hold beside their operands
 //   kValueVectors           vectors of one o row that are accumulated at once for kGroupRows rows
+//   kProductRows, kProductVectors   the part of a matrix product that is accumulated at once
 //
 // No pointer need be aligned to more than an element.
 #pragma once

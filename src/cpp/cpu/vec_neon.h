@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kAccumulators = 16;
 constexpr int kValueVectors = 4;
+constexpr int kProductRows = 6;
+constexpr int kProductVectors = 4;
 
 inline Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);

@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kAccumulators = 8;
 constexpr int kValueVectors = 2;
+constexpr int kProductRows = 6;
+constexpr int kProductVectors = 2;
 
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec load(const Float16* p) { return load_float16(p); }

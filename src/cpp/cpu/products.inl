@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of many rows over one block of keys as two matrix products, both from registers:
+//
+//   scores^T = K q^T    kProductRows keys by a panel of rows
+//   o       += P V      kProductRows rows by a panel of columns
+//
+// With the rows in the lanes no sum over lanes is needed, and the softmax of a panel is a walk down
+// its columns. Only q is transposed, once for all blocks. K and V are read where they lie if they
+// are float32; other types are widened first, each element once for all rows. Included by
+// skeleton.inl.
+#include "kernels.h"
+
+namespace {
+
+using tiledattn::cpu::kRowPadding;
+
+constexpr int kPanel = kProductVectors * kLanes;  ///< rows or columns side by side in registers
+static_assert(kRowPadding % kPanel == 0);
+
+/// Keys are scored kProductRows at a time; what stands after the last one is not used.
+constexpr int kScoredKeys = kBlockKeys + kProductRows;
+
+/// Rows of float32 that the products read, one for each key of the block.
+struct KeyRows {
+  const float* k[kScoredKeys];
+  const float* v[kBlockKeys];
+};
+
+using PanelScores = float[kScoredKeys][kPanel];
+
+/// Rows first .. first + count - 1 of the block, at most a panel of them, and the keys that any of
+/// them sees.
+struct Panel {
+  int first;
+  int count;
+  int key_begin;
+  int key_end;
+  bool masked;  ///< some row does not see all of these keys
+};
+
+/// Rows of num_keys keys as float32, `padded` elements long and zero from `size` on.
+template <typename T>
+TILEDATTN_INLINE void widen_rows(const void* const* from, int num_keys, int size, int padded,
+                                 float* to, const float** rows) {
+  for (int j = 0; j < num_keys; ++j, to += padded) {
+    const T* row = static_cast<const T*>(from[j]);
+    int d = 0;
+    for (; d + kLanes <= size; d += kLanes) store(to + d, load(row + d));
+    if (d < size) store(to + d, load_first(row + d, size - d));
+    for (d = (size + kLanes - 1) / kLanes * kLanes; d < padded; d += kLanes) store(to + d, Vec{});
+    rows[j] = to;
+  }
+}
+
+int padded_size(int size) { return (size + kRowPadding - 1) / kRowPadding * kRowPadding; }
+
+template <typename T>
+TILEDATTN_INLINE void make_key_rows(const BlockArgs& a, KeyRows& rows) {
+  const int k_size = padded_size(a.head_dim), v_size = padded_size(a.head_dim_v);
+  widen_rows<T>(a.k, a.num_keys, a.head_dim, k_size, a.widened, rows.k);
+  widen_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, a.widened + kBlockKeys * k_size, rows.v);
+}
+
+/// Columns beyond head_dim_v are computed too, so V is copied where it has no whole panels.
+template <>
+TILEDATTN_INLINE void make_key_rows<float>(const BlockArgs& a, KeyRows& rows) {
+  for (int j = 0; j < a.num_keys; ++j) {
+    rows.k[j] = static_cast<const float*>(a.k[j]);
+    rows.v[j] = static_cast<const float*>(a.v[j]);
+  }
+  if (a.head_dim_v % kPanel != 0)
+    widen_rows<float>(a.v, a.num_keys, a.head_dim_v, padded_size(a.head_dim_v), a.widened, rows.v);
+}
+
+/// Scores before scale of a few keys and a panel of rows.
+TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int head_dim,
+                                 float (*scores)[kPanel]) {
+  Vec sums[kProductRows][kProductVectors] = {};
+#pragma GCC unroll 1
+  for (int d = 0; d < head_dim; ++d, q += kPanel) {
+    Vec x[kProductVectors];
+    for (int i = 0; i < kProductVectors; ++i) x[i] = load(q + i * kLanes);
+    for (int key = 0; key < kProductRows; ++key) {
+      const Vec y = broadcast(k[key][d]);
+      for (int i = 0; i < kProductVectors; ++i) sums[key][i] = fma(x[i], y, sums[key][i]);
+    }
+  }
+  for (int key = 0; key < kProductRows; ++key)
+    for (int i = 0; i < kProductVectors; ++i) store(scores[key] + i * kLanes, sums[key][i]);
+}
+
+TILEDATTN_INLINE Vec load_numbers(const int* p) {
+  VecInt v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Vec);
+}
+
+/// Scale, softcap and mask of the scores of kLanes rows; returns the largest of each. A NaN counts
+/// for nothing here: its weight makes l NaN.
+TILEDATTN_INLINE Vec finish_panel_scores(const BlockArgs& a, const Panel& panel, int row,
+                                         float* scores) {
+  const Vec begin = load_numbers(a.row_begin + row), end = load_numbers(a.row_end + row);
+  Vec top = broadcast(-kInfinity);
+  for (int j = panel.key_begin; j < panel.key_end; ++j) {
+    Vec s = load(scores + j * kPanel) * a.softmax_scale;
+    if (a.k_scale != nullptr) s *= a.k_scale[j];
+    if (a.softcap > 0.0f) s = a.softcap * tanh(s / a.softcap);
+    if (panel.masked) {
+      const Vec key = broadcast(static_cast<float>(j));
+      s = select((key >= begin) & (key < end), s, broadcast(-kInfinity));
+    }
+    store(scores + j * kPanel, s);
+    top = larger(s, top);
+  }
+  return top;
+}
+
+/// Scores of a panel to weights, with the scales of V in them; moves m and l on. Leaves in `factor` that of what o holds.
+TILEDATTN_INLINE void weigh_panel(const BlockArgs& a, const Panel& panel, PanelScores& scores,
+                                  float* factor) {
+  for (int lane = 0; lane < kPanel; lane += kLanes) {
+    const int row = panel.first + lane;
+    const Vec top = finish_panel_scores(a, panel, row, scores[0] + lane);
+    const Vec m = load(a.m + row);
+    const Vec new_m = select(top > m, top, m);
+    // With no key but those of score -inf so far, any finite base gives them weight 0.
+    const Vec base = select(new_m == broadcast(-kInfinity), Vec{}, new_m);
+    Vec total = {};
+    for (int j = panel.key_begin; j < panel.key_end; ++j) {
+      const Vec weight = exp_negative(load(scores[j] + lane) - base);
+      store(scores[j] + lane, a.v_scale == nullptr ? weight : weight * a.v_scale[j]);
+      total += weight;
+    }
+    const Vec of_old = exp_negative(m - base);
+    store(factor + lane, of_old);
+    store(a.m + row, new_m);
+    store(a.l + row, load(a.l + row) * of_old + total);
+  }
+}
+
+/// What a few rows take from V: weights and factor of the first row, o at its first column.
+struct ValueArgs {
+  const float* weights;  ///< kPanel floats from key to key
+  const float* const* v;
+  int num_keys;
+  int column;
+  const float* factor;
+  float* o;
+  int64_t o_stride;
+};
+
+/// One panel of columns of o.
+template <int Rows>
+void add_value_panel(const ValueArgs& a) {
+  Vec sums[Rows][kProductVectors] = {};
+  const float* weights = a.weights;
+#pragma GCC unroll 1
+  for (int j = 0; j < a.num_keys; ++j, weights += kPanel) {
+    const float* row = a.v[j] + a.column;
+    Vec x[kProductVectors];
+    for (int i = 0; i < kProductVectors; ++i) x[i] = load(row + i * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec weight = broadcast(weights[r]);
+      for (int i = 0; i < kProductVectors; ++i) sums[r][i] = fma(x[i], weight, sums[r][i]);
+    }
+  }
+  float* o = a.o + a.column;
+  for (int r = 0; r < Rows; ++r, o += a.o_stride)
+    for (int i = 0; i < kProductVectors; ++i)
+      store(o + i * kLanes, fma(load(o + i * kLanes), broadcast(a.factor[r]), sums[r][i]));
+}
+
+/// The same for 1 to Most rows.
+template <int Most>
+void add_value_rows(int rows, const ValueArgs& a) {
+  if (rows == Most) return add_value_panel<Most>(a);
+  if constexpr (Most > 1) add_value_rows<Most - 1>(rows, a);
+}
+
+Panel panel_at(const BlockArgs& a, int first) {
+  const int left = a.num_rows - first;
+  Panel panel{first, left < kPanel ? left : kPanel, a.num_keys, 0, false};
+  for (int r = first; r < first + panel.count; ++r) {
+    if (a.row_begin[r] >= a.row_end[r]) continue;
+    if (a.row_begin[r] < panel.key_begin) panel.key_begin = a.row_begin[r];
+    if (a.row_end[r] > panel.key_end) panel.key_end = a.row_end[r];
+  }
+  for (int r = first; r < first + panel.count; ++r)
+    panel.masked |= a.row_begin[r] > panel.key_begin || a.row_end[r] < panel.key_end;
+  return panel;
+}
+
+/// Rows to be fetched into L2 while a panel is computed, as in skeleton.inl.
+struct Fetch {
+  const void* const* rows;
+  int count;
+  int bytes;  ///< of a row
+};
+
+void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
+  alignas(64) PanelScores scores;
+  alignas(64) float factor[kPanel];
+  const float* q = a.q_panels + static_cast<int64_t>(panel.first) * a.head_dim;
+  for (int j = panel.key_begin; j < panel.key_end; j += kProductRows) {
+    for (int i = j; i < j + kProductRows && i < fetch.count; ++i)
+      prefetch_row(fetch.rows[i], fetch.bytes);
+    score_keys(rows.k + j, q, a.head_dim, scores + j);
+  }
+  weigh_panel(a, panel, scores, factor);
+  ValueArgs values{};
+  values.v = rows.v + panel.key_begin;
+  values.num_keys = panel.key_end - panel.key_begin;
+  values.o_stride = a.o_stride;
+  for (values.column = 0; values.column < a.head_dim_v; values.column += kPanel) {
+    for (int r = 0; r < panel.count; r += kProductRows) {
+      values.weights = scores[panel.key_begin] + r;
+      values.factor = factor + r;
+      values.o = a.o + (panel.first + r) * a.o_stride;
+      const int left = panel.count - r;
+      add_value_rows<kProductRows>(left < kProductRows ? left : kProductRows, values);
+    }
+  }
+}
+
+template <typename T>
+void attend_products(const BlockArgs& a) {
+  KeyRows rows;
+  make_key_rows<T>(a, rows);
+  for (int j = a.num_keys; j < kScoredKeys; ++j) rows.k[j] = rows.k[a.num_keys - 1];
+  // V of this block, unless it is in rows, then K of the next one: a panel's time for each.
+  const int item = static_cast<int>(sizeof(T));
+  const Fetch fetches[] = {{a.v, rows.v[0] == a.v[0] ? a.num_keys : 0, a.head_dim_v * item},
+                           {a.next_k, a.num_next_keys, a.head_dim * item},
+                           {nullptr, 0, 0}};
+  const Fetch* fetch = fetches[0].count > 0 ? fetches : fetches + 1;
+  for (int first = 0; first < a.num_rows; first += kPanel) {
+    const Panel panel = panel_at(a, first);
+    if (panel.key_begin < panel.key_end) attend_panel(a, panel, rows, *fetch);
+    if (fetch->rows != nullptr) ++fetch;
+  }
+}
+
+}  // namespace
