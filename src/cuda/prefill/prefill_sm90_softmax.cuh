@@ -49,6 +49,13 @@ struct RowPair {
   }
 };
 
+/// A thread's accumulators of the output, whose rows lie as those of scores do.
+template <int kCount>
+__device__ __forceinline__ void scale_output(float (&out)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] *= factor[i % 4 / 2];
+}
+
 /// Columns outside begin[row] .. end[row] - 1 become -inf, whatever they hold. Both bounds are
 /// relative to the thread's first column.
 template <bool kWindow, int kCount>

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroup 0 of the Hopper prefill kernel: one thread finds work, one loads it, and one warp
+// clears what packed values have behind their end.
+#pragma once
+
+#include <cstdint>
+
+#include "common/tma.cuh"
+#include "prefill/prefill_sm90_shared.cuh"
+
+namespace tiledattn::cuda {
+
+/// One thread: takes the next tile of rows when a place is free.
+template <typename Config>
+__device__ __forceinline__ void find_all_work(const PrefillSm90Params& params,
+                                              PrefillSm90Shared<Config>& shared) {
+  // Takes back what consumers have asked for at a place, which they have left.
+  const auto take_repeat = [&](unsigned place) {
+    if (shared.repeat[place] == 0) return false;
+    shared.repeat[place] = 0;
+    return true;
+  };
+  std::int32_t index = static_cast<std::int32_t>(blockIdx.x);
+  bool paused = false;
+  for (RingPlace<kWorkPlaces> place;; place.advance()) {
+    WorkTile& work = shared.work[place.index()];
+    shared.work_empty[place.index()].wait(place.parity() ^ 1);
+    if (take_repeat(place.index())) {
+      work.repeat();
+    } else {
+      work = find_work<Config>(params, index);
+      if (!work.none()) {
+        index = static_cast<std::int32_t>(gridDim.x) + atomicAdd(params.counters, 1);
+      } else if (!paused) {
+        // The tile at the other place may have to be repeated, which only its end will tell.
+        work.head = WorkTile::kPause;
+      }
+    }
+    paused = work.pause();
+    const bool none = work.none();
+    shared.work_full[place.index()].arrive();
+    if (none) break;
+  }
+  // The last block leaves the counters as it found them.
+  __threadfence();
+  if (atomicAdd(params.counters + 1, 1) == static_cast<std::int32_t>(gridDim.x) - 1) {
+    params.counters[0] = 0;
+    params.counters[1] = 0;
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void load_keys(typename Config::T* to, const CUtensorMap& map,
+                                          MBarrier& full, MBarrier& empty, unsigned parity,
+                                          const WorkTile& work, int tile) {
+  empty.wait(parity ^ 1);
+  full.arrive_expecting(PrefillSm90Shared<Config>::kKeyTile * sizeof(typename Config::T));
+#pragma unroll
+  for (int slab = 0; slab < Config::kSlabs; ++slab) {
+    load_box(to + slab * Config::kKeys * kSlabColumns, map,
+             {slab * kSlabColumns, work.key_row + tile * Config::kKeys, work.kv_head, work.batch},
+             full);
+  }
+}
+
+/// One thread: q, and the key tiles from the last to the first, each one's keys ahead of the values
+/// of the tile before.
+template <typename Config>
+__device__ __forceinline__ void load_all(const PrefillSm90Params& params,
+                                         PrefillSm90Shared<Config>& shared) {
+  using T = typename Config::T;
+  RingPlace<Config::kStages> keys;
+  RingPlace<Config::kStages> values;
+  RingPlace<Config::kQueryPlaces> queries;
+  const auto load_k = [&](const WorkTile& work, int tile) {
+    const unsigned i = keys.index();
+    load_keys<Config>(shared.k[i], params.k, shared.k_full[i], shared.k_empty[i], keys.parity(),
+                      work, tile);
+    keys.advance();
+  };
+  const auto load_v = [&](const WorkTile& work, int tile) {
+    const unsigned i = values.index();
+    const bool tail = tile == work.end - 1 && work.needs_clearing;
+    load_keys<Config>(shared.v[i], params.v, tail ? shared.v_tail[i] : shared.v_full[i],
+                      shared.v_empty[i], values.parity(), work, tile);
+    values.advance();
+  };
+  for (RingPlace<kWorkPlaces> place;; place.advance()) {
+    shared.work_full[place.index()].wait(place.parity());
+    const WorkTile& work = shared.work[place.index()];
+    if (work.none()) break;
+    if (!work.pause()) {
+      int tile = work.end - 1;
+      if (work.has_keys()) load_k(work, tile);
+      MBarrier& q_full = shared.q_full[queries.index()];
+      shared.q_empty[queries.index()].wait(queries.parity() ^ 1);
+      q_full.arrive_expecting(PrefillSm90Shared<Config>::kRowTile * sizeof(T));
+#pragma unroll
+      for (int slab = 0; slab < Config::kSlabs; ++slab) {
+        load_box(shared.q[queries.index()] + slab * Config::kRows * kSlabColumns, params.q,
+                 {slab * kSlabColumns, work.q_row, work.head, work.batch}, q_full);
+      }
+      queries.advance();
+#pragma unroll 1
+      for (; tile > work.begin; --tile) {
+        load_k(work, tile - 1);
+        load_v(work, tile);
+      }
+      if (work.has_keys()) load_v(work, tile);
+    }
+    shared.work_empty[place.index()].arrive();
+  }
+}
+
+/// One warp, for packed KV: values past a sequence's last key are the next one's, and 0 * NaN would
+/// let them in. It clears them, then says for the loader that the tile is full. (Consumers could do
+/// so, but a branch there makes ptxas forget that places in rings, and with them the descriptors of
+/// matrix products, are the same for all threads.)
+template <typename Config>
+__device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
+  constexpr int kRowPieces = kSlabRowBytes / 16 * Config::kSlabs;
+  const int lane = static_cast<int>(threadIdx.x % 32u);
+  RingPlace<Config::kStages> values;
+  unsigned tail_parities = 0;  // a bit for each stage
+  for (RingPlace<kWorkPlaces> place;; place.advance()) {
+    shared.work_full[place.index()].wait(place.parity());
+    const WorkTile& work = shared.work[place.index()];
+    if (work.none()) break;
+    if (work.needs_clearing) {
+      const unsigned stage = values.index();
+      shared.v_tail[stage].wait(tail_parities >> stage & 1);
+      tail_parities ^= 1u << stage;
+      char* const tile = reinterpret_cast<char*>(shared.v[stage]);
+      const int first_row = work.num_keys - (work.end - 1) * Config::kKeys;
+#pragma unroll 1
+      for (int i = first_row * kRowPieces + lane; i < Config::kKeys * kRowPieces; i += 32) {
+        const int row = i / kRowPieces;
+        const int piece = i % kRowPieces;
+        char* const at = tile + (piece / 8 * Config::kKeys + row) * kSlabRowBytes + piece % 8 * 16;
+        *reinterpret_cast<uint4*>(at) = uint4{0, 0, 0, 0};
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) shared.v_full[stage].arrive();
+    }
+    values.steps += static_cast<unsigned>(work.end - work.begin);
+    __syncwarp();
+    if (lane == 0) shared.work_empty[place.index()].arrive();
+  }
+}
+
+}  // namespace tiledattn::cuda
