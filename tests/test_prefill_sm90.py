@@ -201,6 +201,21 @@ def test_huge_scores(head_dim, dtype, gpu):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_huge_scores_in_every_other_head(head_dim, gpu):
+    """Each block has many tiles of rows, half of which it does twice; the last ones too."""
+    shape, big = (1, 260, 300, head_dim), 1e15
+    rng = np.random.default_rng(0)
+    q, k, v = (cases.random(rng, shape, "bfloat16") for _ in range(3))
+    q[:, :, ::2], k[:, :, ::2] = 0, 0
+    q[:, :, ::2, 0] = big
+    k[:, :, ::2, 0] = rng.standard_normal((1, 260, 150)) * (big / 8)
+    for causal in (False, True):
+        got = calls.run_flash(gpu, (q, k, v), causal=causal, softmax_scale=0.125)
+        want = reference.flash(q, k, v, causal=causal, softmax_scale=0.125)
+        compare.result_close(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_infinite_scores(head_dim, gpu):
     q = np.zeros((1, 40, 1, head_dim), cases.NP_DTYPE["bfloat16"])
     k = np.zeros((1, 200, 1, head_dim), cases.NP_DTYPE["bfloat16"])

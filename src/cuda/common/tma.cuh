@@ -34,6 +34,14 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, const
       : "memory");
 }
 
+/// Brings the box into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const BoxAt& at) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+      "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+      : "memory");
+}
+
 /// Part of the thread's current group of stores.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, const BoxAt& at,
                                           const void* from) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prefill on Hopper: one block for each SM takes tiles of query rows until none is left.
 //
-// Of warpgroup 0, one thread finds work, one brings q, K and V into shared memory by TMA, and one
-// warp clears what packed values have behind their end. The other warpgroups are consumers: each
-// owns 64 rows of the tile, with scores, weights and output in registers. In step n a consumer
+// Of warpgroup 0, one thread finds work, two bring q and K with V into shared memory by TMA, and
+// one warp clears what packed values have behind their end. The other warpgroups are consumers:
+// each owns 64 rows of the tile, with scores, weights and output in registers. In step n a consumer
 // issues the scores of key tile n and, behind them, the product of tile n + 1's weights with its
 // values; while that runs, it makes tile n's weights. Key tiles go from the last to the first, so
 // that masked ones come first. docs/kernels/forward.md draws it.
@@ -40,8 +40,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();
   if (warpgroup == 0) {
     give_registers_back<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load_all<Config>(params, shared);
+    if (threadIdx.x == 0) load_all_keys<Config>(params, shared);
     if (threadIdx.x == kWarpSize) find_all_work<Config>(params, shared);
+    if (threadIdx.x == 3 * kWarpSize) load_queries<Config>(params, shared);
     if (threadIdx.x / kWarpSize == 2 && params.attend.problem.packed_q()) clear_all(shared);
   } else {
     take_registers<Config::kConsumerRegisters>();

@@ -72,12 +72,8 @@ class Consumer {
         // What lies behind the sequence must not decide this.
         huge = (rows.huge[0] && rows_left > 0) || (rows.huge[1] && rows_left > 8);
       }
-      const bool any_huge = __any_sync(kAllLanes, huge);
-      __syncwarp();  // every lane has read what it needs of the work
-      if (consumer_lane() == 0) {
-        if (any_huge) shared_.repeat[place_.index()] = 1;
-        shared_.work_empty[place_.index()].arrive();
-      }
+      if (__any_sync(kAllLanes, huge) && consumer_lane() == 0) shared_.repeat[place_.index()] = 1;
+      shared_.work_empty[place_.index()].arrive();  // each lane has read what it needs of the work
       place_ = next_place;
       rows = next_rows;
       begun = next_begun;

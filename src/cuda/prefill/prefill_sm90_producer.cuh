@@ -10,7 +10,7 @@
 
 namespace tiledattn::cuda {
 
-/// One thread: takes the next tile of rows when a place is free.
+/// One thread: finds the next tile of rows when it is wanted and a place is free.
 template <typename Config>
 __device__ __forceinline__ void find_all_work(const PrefillSm90Params& params,
                                               PrefillSm90Shared<Config>& shared) {
@@ -21,22 +21,24 @@ __device__ __forceinline__ void find_all_work(const PrefillSm90Params& params,
     return true;
   };
   std::int32_t index = static_cast<std::int32_t>(blockIdx.x);
-  bool paused = false;
+  bool more = true;
+  unsigned pauses = 0;
   for (RingPlace<kWorkPlaces> place;; place.advance()) {
+    const bool first = place.steps == 0;
+    if (!first) shared.work_wanted.wait((place.steps - 1) % 2);
     WorkTile& work = shared.work[place.index()];
     shared.work_empty[place.index()].wait(place.parity() ^ 1);
     if (take_repeat(place.index())) {
       work.repeat();
     } else {
-      work = find_work<Config>(params, index);
-      if (!work.none()) {
+      if (more && !first)
         index = static_cast<std::int32_t>(gridDim.x) + atomicAdd(params.counters, 1);
-      } else if (!paused) {
-        // The tile at the other place may have to be repeated, which only its end will tell.
-        work.head = WorkTile::kPause;
-      }
+      work = find_work<Config>(params, index);
+      more = !work.none();
+      // Tiles at the other places may have to be repeated, which only their end will tell.
+      if (!more && pauses < kWorkPlaces - 1) work.head = WorkTile::kPause;
     }
-    paused = work.pause();
+    pauses = work.pause() ? pauses + 1 : 0;
     const bool none = work.none();
     shared.work_full[place.index()].arrive();
     if (none) break;
@@ -46,6 +48,39 @@ __device__ __forceinline__ void find_all_work(const PrefillSm90Params& params,
   if (atomicAdd(params.counters + 1, 1) == static_cast<std::int32_t>(gridDim.x) - 1) {
     params.counters[0] = 0;
     params.counters[1] = 0;
+  }
+}
+
+/// One thread: q, as soon as a tile of rows is known. K and V go through rings that are free only
+/// shortly before the tile begins; in turn with them, q would come late.
+template <typename Config>
+__device__ __forceinline__ void load_queries(const PrefillSm90Params& params,
+                                             PrefillSm90Shared<Config>& shared) {
+  using T = typename Config::T;
+  RingPlace<Config::kQueryPlaces> queries;
+  for (RingPlace<kWorkPlaces> place;; place.advance()) {
+    shared.work_full[place.index()].wait(place.parity());
+    const WorkTile& work = shared.work[place.index()];
+    if (work.none()) break;
+    if (!work.pause()) {
+      const auto slab_at = [&](int slab) {
+        return BoxAt{slab * kSlabColumns, work.q_row, work.head, work.batch};
+      };
+      if constexpr (Config::kQueryPlaces == 1) {
+#pragma unroll
+        for (int slab = 0; slab < Config::kSlabs; ++slab) prefetch_box(params.q, slab_at(slab));
+      }
+      MBarrier& q_full = shared.q_full[queries.index()];
+      shared.q_empty[queries.index()].wait(queries.parity() ^ 1);
+      q_full.arrive_expecting(PrefillSm90Shared<Config>::kRowTile * sizeof(T));
+#pragma unroll
+      for (int slab = 0; slab < Config::kSlabs; ++slab) {
+        load_box(shared.q[queries.index()] + slab * Config::kRows * kSlabColumns, params.q,
+                 slab_at(slab), q_full);
+      }
+      queries.advance();
+    }
+    shared.work_empty[place.index()].arrive();
   }
 }
 
@@ -63,15 +98,13 @@ __device__ __forceinline__ void load_keys(typename Config::T* to, const CUtensor
   }
 }
 
-/// One thread: q, and the key tiles from the last to the first, each one's keys ahead of the values
-/// of the tile before.
+/// One thread: the key tiles from the last to the first, each one's keys ahead of the values of the
+/// tile before.
 template <typename Config>
-__device__ __forceinline__ void load_all(const PrefillSm90Params& params,
-                                         PrefillSm90Shared<Config>& shared) {
-  using T = typename Config::T;
+__device__ __forceinline__ void load_all_keys(const PrefillSm90Params& params,
+                                              PrefillSm90Shared<Config>& shared) {
   RingPlace<Config::kStages> keys;
   RingPlace<Config::kStages> values;
-  RingPlace<Config::kQueryPlaces> queries;
   const auto load_k = [&](const WorkTile& work, int tile) {
     const unsigned i = keys.index();
     load_keys<Config>(shared.k[i], params.k, shared.k_full[i], shared.k_empty[i], keys.parity(),
@@ -89,25 +122,17 @@ __device__ __forceinline__ void load_all(const PrefillSm90Params& params,
     shared.work_full[place.index()].wait(place.parity());
     const WorkTile& work = shared.work[place.index()];
     if (work.none()) break;
-    if (!work.pause()) {
-      int tile = work.end - 1;
-      if (work.has_keys()) load_k(work, tile);
-      MBarrier& q_full = shared.q_full[queries.index()];
-      shared.q_empty[queries.index()].wait(queries.parity() ^ 1);
-      q_full.arrive_expecting(PrefillSm90Shared<Config>::kRowTile * sizeof(T));
-#pragma unroll
-      for (int slab = 0; slab < Config::kSlabs; ++slab) {
-        load_box(shared.q[queries.index()] + slab * Config::kRows * kSlabColumns, params.q,
-                 {slab * kSlabColumns, work.q_row, work.head, work.batch}, q_full);
-      }
-      queries.advance();
+    int tile = work.end - 1;
+    const int ask_at = min(tile, work.begin + kNotice);
+    if (work.has_keys()) load_k(work, tile);
 #pragma unroll 1
-      for (; tile > work.begin; --tile) {
-        load_k(work, tile - 1);
-        load_v(work, tile);
-      }
-      if (work.has_keys()) load_v(work, tile);
+    for (; tile > work.begin; --tile) {
+      if (tile == ask_at) shared.work_wanted.arrive();
+      load_k(work, tile - 1);
+      load_v(work, tile);
     }
+    if (ask_at <= work.begin) shared.work_wanted.arrive();  // at most one tile of keys
+    if (work.has_keys()) load_v(work, tile);
     shared.work_empty[place.index()].arrive();
   }
 }
@@ -144,8 +169,7 @@ __device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
       if (lane == 0) shared.v_full[stage].arrive();
     }
     values.steps += static_cast<unsigned>(work.end - work.begin);
-    __syncwarp();
-    if (lane == 0) shared.work_empty[place.index()].arrive();
+    shared.work_empty[place.index()].arrive();
   }
 }
 

@@ -11,9 +11,12 @@
 
 namespace tiledattn::cuda {
 
-/// Work is found one tile ahead. More would leave some blocks with several tiles at the end while
-/// others have none.
-constexpr unsigned kWorkPlaces = 2;
+/// Tiles of rows that a block may know of: short ones pass so quickly that q, K and V of the next
+/// are loaded while results of the last still leave.
+constexpr unsigned kWorkPlaces = 4;
+/// The next tile of rows is asked for when this many tiles of keys are left to load: late, since a
+/// tile that waits for one block cannot go to another that is free.
+constexpr int kNotice = 3;
 
 template <typename Config>
 struct alignas(1024) PrefillSm90Shared {
@@ -36,6 +39,7 @@ struct alignas(1024) PrefillSm90Shared {
   MBarrier v_empty[Config::kStages];
   MBarrier work_full[kWorkPlaces];
   MBarrier work_empty[kWorkPlaces];
+  MBarrier work_wanted;
 
   __device__ void init_barriers(bool packed) {
     constexpr int kWarps = 4 * Config::kConsumers;  // each warp says for itself that it is done
@@ -52,9 +56,11 @@ struct alignas(1024) PrefillSm90Shared {
     }
     for (unsigned i = 0; i < kWorkPlaces; ++i) {
       work_full[i].init(1);
-      work_empty[i].init(kWarps + (packed ? 2 : 1));  // and those that load and clear
+      // Every lane of the consumers, the two threads that load, and the warp that clears.
+      work_empty[i].init(32 * kWarps + 2 + (packed ? 32 : 0));
       repeat[i] = 0;
     }
+    work_wanted.init(1);
     fence_barrier_init();
   }
 };
