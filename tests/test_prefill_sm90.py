@@ -255,6 +255,27 @@ def test_same_bits_again_alone_and_replayed(head_dim, q_len, causal, gpu):
         compare.same_bits(gpu.numpy(out), want[0])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_calls_in_a_row_wait_for_each_other(head_dim, gpu):
+    """A launch may begin while the one before it ends; here each reads what the one before wrote."""
+    if gpu.name != "torch":
+        pytest.skip("needs torch to wait between calls")
+    torch = gpu.torch
+    (q, k, v), _ = _flash((5, 40, 40, 130, 130), head_dim).make("bfloat16")
+    q, k, v = (gpu.array(x) for x in (q, k, v))
+
+    def chain(wait):
+        x = q
+        for _ in range(20):
+            x = ta.flash_attention(x, k, v, causal=True)
+            wait()
+        return gpu.numpy(x)
+
+    want = chain(torch.cuda.synchronize)
+    for _ in range(10):
+        compare.same_bits(chain(lambda: None), want)
+
+
 def test_replay_follows_new_lengths(gpu):
     if gpu.name != "torch":
         pytest.skip("needs torch for graphs")

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "common/dependents.cuh"
 #include "common/launch.cuh"
 #include "common/softmax_state.cuh"
 #include "common/tma.cuh"
@@ -38,6 +39,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.init_barriers(params.attend.problem.packed_q());
   }
   __syncthreads();
+  // The blocks of a next call may take the places of those that have ended.
+  start_dependents();
+  wait_for_predecessor();
   if (warpgroup == 0) {
     give_registers_back<Config::kProducerRegisters>();
     if (threadIdx.x == 0) load_all_keys<Config>(params, shared);
@@ -56,7 +60,7 @@ template <typename Config>
 void launch_prefill_sm90(const PrefillSm90Params& params, std::int64_t blocks,
                          cudaStream_t stream) {
   launch(prefill_sm90<Config>, "prefill_sm90",
-         {blocks, Config::kThreads, sizeof(PrefillSm90Shared<Config>)}, params, stream);
+         {blocks, Config::kThreads, sizeof(PrefillSm90Shared<Config>), true}, params, stream);
 }
 
 }  // namespace tiledattn::cuda
