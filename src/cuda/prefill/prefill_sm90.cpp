@@ -19,16 +19,14 @@ namespace tiledattn::cuda {
 
 namespace {
 
-/// K and V of the heads that are worked on together. Where the heads of a token are neighbours,
-/// more of them are needed to keep all channels of the L2 cache busy (measured; the reason is a
-/// guess).
-constexpr std::int64_t kSectionBytes = std::int64_t{32} << 20;
-constexpr std::int64_t kInterleavedSectionBytes = std::int64_t{64} << 20;
+/// Under a mask: K and V of the heads that go together, and bounds on how many heads those are.
+constexpr std::int64_t kSectionBytes = std::int64_t{64} << 20;
+constexpr std::int64_t kLeastSectionHeads = 16;
+constexpr std::int64_t kMostSectionHeads = 64;
 /// Up to these many query tokens, small blocks, several of them on each SM, hide latency best.
 constexpr std::int64_t kShortRowsD64 = 512;
 constexpr std::int64_t kShortRowsD64Causal = 2048;
-constexpr std::int64_t kShortRowsD128 = 256;
-constexpr std::int64_t kShortRowsD128Causal = 512;
+constexpr std::int64_t kShortRowsD128 = 64;
 /// From these many on, tiles of 192 rows read K and V less often.
 constexpr std::int64_t kWideRows = 2048;
 constexpr std::int64_t kWideRowsCausal = 8192;
@@ -76,16 +74,17 @@ void set_scores(const AttentionProblem& p, PrefillSm90Params& params) {
   }
 }
 
-/// Heads whose tiles go together. Under a causal mask the longest tiles of several heads must go
-/// first; otherwise one KV head at a time reads least.
+/// Heads whose tiles go together. Full attention reads least with one KV head at a time. Under a
+/// mask the longest tiles of several heads must go first, and few heads were slower, even where
+/// they read less from memory.
 std::int32_t section_heads(const AttentionProblem& p, std::int64_t num_heads) {
-  const bool uneven = p.causal || p.window_left != kNoWindow || p.window_right != kNoWindow;
-  const bool interleaved = p.k.head_stride < p.k.token_stride;
-  const std::int64_t section_bytes = interleaved ? kInterleavedSectionBytes : kSectionBytes;
-  const std::int64_t head_bytes = p.dense_kv_len * (p.head_dim + p.head_dim_v) * 2;
-  const std::int64_t kv_heads =
-      uneven ? std::max<std::int64_t>(section_bytes / head_bytes, 1) : std::int64_t{1};
-  return static_cast<std::int32_t>(std::min(kv_heads * p.gqa_ratio(), num_heads));
+  std::int64_t heads = p.gqa_ratio();
+  if (p.causal || p.window_left != kNoWindow || p.window_right != kNoWindow) {
+    const std::int64_t head_bytes = p.dense_kv_len * (p.head_dim + p.head_dim_v) * 2;
+    heads = std::max(heads, std::clamp(kSectionBytes / head_bytes * p.gqa_ratio(),
+                                       kLeastSectionHeads, kMostSectionHeads));
+  }
+  return static_cast<std::int32_t>(std::min(heads, num_heads));
 }
 
 template <typename Config>
@@ -144,7 +143,7 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
   }
   if (dim <= 128) {
     if (general) return launch_config<PrefillSm90D128General<T>>(params, stream);
-    if (dense && p.q_len <= (causal ? kShortRowsD128Causal : kShortRowsD128))
+    if (dense && p.q_len <= kShortRowsD128)
       return launch_config<PrefillSm90D128Short<T>>(params, stream);
     if (dense && p.q_len >= (causal ? kWideRowsCausal : kWideRows))
       return launch_config<PrefillSm90D128Wide<T>>(params, stream);
