@@ -100,7 +100,7 @@ def test_values_of_another_width(head_dim, head_dim_v, gpu):
     _check(gpu, _flash((1, 2, 1, 200, 300), head_dim, CAUSAL, head_dim_v), "bfloat16")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_float32_result(head_dim, gpu):
     qkv, score = _flash((2, 2, 1, 150, 200), head_dim, CAUSAL).make("bfloat16")
     out = gpu.full((2, 150, 2, head_dim), np.nan, "float32")
@@ -110,7 +110,7 @@ def test_float32_result(head_dim, gpu):
     compare.lse_close(gpu.numpy(lse), want.lse)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_nothing_beside_the_arrays_is_read_or_written(head_dim, gpu):
     """All arrays are parts of larger ones that hold NaN, or a number that must stay."""
     (q, k, v), score = _flash((2, 2, 1, 150, 210), head_dim, CAUSAL).make("bfloat16")
@@ -131,7 +131,7 @@ def test_nothing_beside_the_arrays_is_read_or_written(head_dim, gpu):
     assert (got == 77.0).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_values_arrive_where_they_belong(head_dim, gpu):
     """One-hot values: each column of the result is the weight of some keys."""
     (q, k, _), _ = _flash((1, 1, 1, 300, 300), head_dim).make("bfloat16")
@@ -149,7 +149,7 @@ def _packed(rng, q_lens, kv_lens, head_dim, dtype, spare=9):
     return (q, k, v), cu_q, cu_k
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     "score",
     [cases.Score(), CAUSAL, cases.Score(True, (40, None), 20.0)],
@@ -181,7 +181,7 @@ def test_packed(score, head_dim, dtype, gpu):
     assert np.isneginf(lse[cu_q[-1] :]).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", HALF)
 def test_huge_scores(head_dim, dtype, gpu):
     """Softmax of scores around 1e30 (as far as the type goes), with ties at the maximum."""

@@ -141,6 +141,7 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
       return launch_config<PrefillSm90D64Short<T>>(params, stream);
     return launch_config<PrefillSm90D64<T>>(params, stream);
   }
+  if (dim <= 96 && !general) return launch_config<PrefillSm90D96<T>>(params, stream);
   if (dim <= 128) {
     if (general) return launch_config<PrefillSm90D128General<T>>(params, stream);
     if (dense && p.q_len <= kShortRowsD128)
@@ -150,6 +151,7 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
     return launch_config<PrefillSm90D128<T>>(params, stream);
   }
   if (general) return launch_config<PrefillSm90D256General<T>>(params, stream);
+  if (dim <= 192) return launch_config<PrefillSm90D192<T>>(params, stream);
   launch_config<PrefillSm90D256<T>>(params, stream);
 }
 

@@ -29,6 +29,8 @@ using PrefillSm90D64Short = PrefillSm90Config<T, 64, 1, 64, false, false, 3>;
 template <typename T>
 using PrefillSm90D64General = PrefillSm90Config<T, 64, 2, 128, true>;
 template <typename T>
+using PrefillSm90D96 = PrefillSm90Config<T, 96, 2, 128, false>;
+template <typename T>
 using PrefillSm90D128Wide = PrefillSm90Config<T, 128, 3, 80, false, kHoldsLargeWeights<T>>;
 template <typename T>
 using PrefillSm90D128 = PrefillSm90Config<T, 128, 2, 128, false>;
@@ -36,6 +38,8 @@ template <typename T>
 using PrefillSm90D128Short = PrefillSm90Config<T, 128, 1, 64, false, false, 2>;
 template <typename T>
 using PrefillSm90D128General = PrefillSm90Config<T, 128, 2, 128, true>;
+template <typename T>
+using PrefillSm90D192 = PrefillSm90Config<T, 192, 2, 112, false>;
 template <typename T>
 using PrefillSm90D256 = PrefillSm90Config<T, 256, 2, 80, false>;
 template <typename T>
