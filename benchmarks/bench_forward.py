@@ -290,7 +290,8 @@ def table_row(result: dict) -> dict[str, str]:
     """Return what the documentation shows of one cell: TFLOP/s, and the ratio to the best peer."""
     medians = {name: rate["median"] for name, rate in result["tflops"].items()}
     row = {"cell": result["cell"]["name"]}
-    row |= {f"{name}, TFLOP/s": f"{medians[name]:.0f}" if name in medians else "-" for name in CONTESTANTS}
+    asked = [name for name in CONTESTANTS if name in medians or name in result["skipped"]]
+    row |= {f"{name}, TFLOP/s": f"{medians[name]:.0f}" if name in medians else "-" for name in asked}
     peers = [rate for name, rate in medians.items() if name != "tiledattn"]
     compared = peers and "tiledattn" in medians
     row["tiledattn / best peer"] = f"{medians['tiledattn'] / max(peers):.2f}" if compared else "-"
