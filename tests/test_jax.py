@@ -85,6 +85,22 @@ def test_quantised_cache(kv_dtype, shape):
         compare.result_close(tuple(np.asarray(x) for x in got), made.want(), "float16")
 
 
+def test_wrong_scales():
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float16", "int8", "head")
+    args = [jnp.asarray(x) for x in made.data.args]
+    scales = {name: jnp.asarray(x) for name, x in made.scales.items()}
+    for name in scales:
+        for number in (0.0, -1.0, float("nan"), 1e60):
+            with pytest.raises(ValueError, match=rf"{name}: got .*> 0"):
+                tj.paged_attention(*args, **{**scales, name: number})
+        with pytest.raises(TypeError, match=rf"{name}: expected a JAX array"):
+            tj.paged_attention(*args, **{**scales, name: "1"})
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{name}: got shape \[3\]"):
+            jax.block_until_ready(tj.paged_attention(*args, **{**scales, name: jnp.ones(3)}))
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{name}: got None with int8"):
+            jax.block_until_ready(tj.paged_attention(*args, **{**scales, name: None}))
+
+
 def test_results_stay_on_the_device(device):
     call, args, _ = _flash()
     assert all(x.devices() == {device} for x in _run(call, *args))

@@ -166,8 +166,8 @@ def paged_attention(
         "block_table": (block_table, 2),
         "seq_lens": (seq_lens, 1),
         "sinks": (sinks, 1),
-        "k_scale": _scale(k_scale),
-        "v_scale": _scale(v_scale),
+        "k_scale": _scale("k_scale", k_scale),
+        "v_scale": _scale("v_scale", v_scale),
         "cu_seqlens_q": (cu_seqlens_q, 1),
     }
     options = {
@@ -282,8 +282,8 @@ def write_kv(
         "k_pool": (k_pool, 4),
         "v_pool": (v_pool, 4),
         "slot_mapping": (slot_mapping, 1),
-        "k_scale": _scale(k_scale),
-        "v_scale": _scale(v_scale),
+        "k_scale": _scale("k_scale", k_scale),
+        "v_scale": _scale("v_scale", v_scale),
     }
     arrays, names = _given(operands)
     _register()
@@ -367,12 +367,14 @@ def _score_options(
     }
 
 
-def _scale(scale: Array | float | None) -> tuple[Array | None, int]:
+def _scale(name: str, scale: Array | float | None) -> tuple[Array | None, int]:
     """Make an operand of a scale, with as many dimensions as it has."""
-    if scale is None:
-        return None, 0
-    array = jnp.float32(scale) if isinstance(scale, int | float) else jnp.asarray(scale)
-    return array, array.ndim
+    if isinstance(scale, int | float):
+        limits = np.finfo(np.float32)
+        if not float(limits.smallest_subnormal) <= scale <= float(limits.max):
+            raise ValueError(f"{name}: got {scale}; expected a finite float32 number > 0")
+        scale = jnp.float32(scale)
+    return scale, getattr(scale, "ndim", 0)
 
 
 def _integer(value: int | None) -> np.int64 | None:
