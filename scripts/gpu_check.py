@@ -116,7 +116,8 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     # beside them.
     alone = [f"tests/test_{name}.py" for name in ALONE]
     yield run("pytest-alone", [*on_gpu, *alone], log_dir, 300, env)
-    side_by_side = ["-n", "8", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
+    workers = str(max(1, min(12, (os.cpu_count() or 1) - 2)))
+    side_by_side = ["-n", workers, "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
     others = [*on_gpu, *side_by_side, *(f"--ignore={path}" for path in alone)]
     yield run("pytest-gpu", others, log_dir, 400, env)
     if quick:
