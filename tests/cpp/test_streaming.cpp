@@ -163,6 +163,37 @@ DEVICE_TEST(a_partial_result_can_be_completed) {
   CHECK_LSE(download(lse), want.lse);
 }
 
+DEVICE_TEST(a_fetch_ahead_that_cannot_begin_is_the_error_of_its_own_call) {
+  struct Broken final : ReadSource {
+    using ReadSource::ReadSource;
+    std::optional<TilePools> pools() const override {
+      if (broken) throw Error("the pools are gone");
+      return std::nullopt;
+    }
+    std::atomic<bool> broken = false;
+  };
+  StreamSetup s(long_case(), device, "read");
+  StreamingAttention streaming = s.attention(s.options());
+  const Array out = s.tiled.out(DType::float32), lse = s.tiled.lse();
+  const AttendArgs args = s.args(out, lse);
+  const auto source = std::make_shared<Broken>(s.tiled.cache, DType::float32);
+  AttendArgs next = args;
+  for (auto& sequence : next.sequences) {
+    auto other = std::make_shared<StreamSequence>(*sequence);
+    for (KvPart& part : other->parts) part.source = source;
+    sequence = other;
+  }
+  CHECK(streaming.prefetch(args.sequences));
+  CHECK(streaming.prefetch(next.sequences));
+  source->broken = true;
+  streaming.attend(args);
+  CHECK_RESULT(download(out), s.tiled.cache.reference(s.tiled.q, s.c.rules).out, DType::float32);
+  CHECK_THROWS(Error, streaming.attend(next), "the pools are gone");
+  source->broken = false;
+  streaming.attend(next);
+  CHECK_RESULT(download(out), s.tiled.cache.reference(s.tiled.q, s.c.rules).out, DType::float32);
+}
+
 DEVICE_TEST(prefetch_saves_reads_and_changes_no_bit) {
   StreamSetup s(long_case(), device, "read");
   StreamingAttention streaming = s.attention(s.options());

@@ -33,6 +33,7 @@ struct Job {
   StreamRequest request;
   std::vector<TileLaunch> launches;
   std::size_t next = 0;  // the first launch that is not begun
+  bool failed = false;   // a launch could not be begun ahead: its own attend() finds out why
 };
 
 void add(TierStats& to, const TierStats& more) {
@@ -106,9 +107,22 @@ struct StreamingAttention::Impl {
   /// The first launch of all jobs that is not begun yet.
   Job* next_job() const {
     for (const auto& job : jobs) {
+      if (job->failed) return nullptr;
       if (job->next < job->launches.size()) return job.get();
     }
     return nullptr;
+  }
+
+  /// What goes wrong for a later call is not this call's error.
+  bool begin_launch(TileSlot& slot, Job& job, bool ahead) {
+    try {
+      fetcher.begin(slot, job.launches[job.next], job.request);
+      return true;
+    } catch (...) {
+      if (!ahead && &job == jobs.front().get()) throw;
+      job.failed = true;
+      return false;
+    }
   }
 
   /// Begin launches while there are slots for them; the first one even if that means to wait.
@@ -120,7 +134,7 @@ struct StreamingAttention::Impl {
       TileSlot& slot = slot_of(begun);
       if (!job || (!wait_for_first && !fetcher.reusable(slot))) break;
       wait_for_first = false;
-      fetcher.begin(slot, job->launches[job->next], job->request);
+      if (!begin_launch(slot, *job, ahead)) break;
       if (ahead || job != jobs.front().get()) ++stats.prefetched_launches;
       ++job->next;
       ++begun;
@@ -138,7 +152,9 @@ struct StreamingAttention::Impl {
 
   /// The job of an attend(): prefetched, or new, when everything that was prefetched is dropped.
   std::shared_ptr<Job> take_job(StreamRequest request, bool causal) {
-    if (!jobs.empty() && same_request(jobs.front()->request, request)) return jobs.front();
+    const bool prefetched =
+        !jobs.empty() && !jobs.front()->failed && same_request(jobs.front()->request, request);
+    if (prefetched) return jobs.front();
     std::shared_ptr<Job> job = make_job(std::move(request), causal);
     drop_all();
     jobs.push_back(job);

@@ -104,7 +104,7 @@ void TileFetcher::prepare(TileSource& source) const {
     throw ValueError("source '" + source.name() +
                      "': has two planes; a source that is read has K and V of a block in one");
   }
-  (void)capacity(source);
+  capacity(source);  // refuses a scratch that is too small
   source.prepare(device_);
 }
 
