@@ -18,6 +18,7 @@ struct StepShape {
   std::int64_t q_len = 0;
   DType dtype = DType::float32;
   bool has_tokens = false;  ///< q was [B, q_len, Hq, D]; then out is [B, q_len, Hq, Dv]
+  bool of_state = false;    ///< of a State, which no begin_step began
 };
 
 /// Checks scale, softcap, window and sinks for a device and these heads; throws ValueError or

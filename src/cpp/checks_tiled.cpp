@@ -26,38 +26,40 @@ TokenStrides token_strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.strides[0], 0, tensor.strides[1]};
 }
 
-void check_batch(const char* argument, const Tensor& tensor, std::int64_t num_seqs) {
-  if (tensor.rank > 0 && tensor.shape[0] == num_seqs) return;
+const char* owner_of(const StepShape& step) { return step.of_state ? "this State" : kOwner; }
+
+void check_batch(const char* argument, const Tensor& tensor, const StepShape& step) {
+  if (tensor.rank > 0 && tensor.shape[0] == step.num_seqs) return;
   const std::string got =
       tensor.rank > 0 ? std::to_string(tensor.shape[0]) + " sequences" : "a scalar";
-  const char* hint = num_seqs == 0 ? " (call begin_step first)" : "";
-  refuse(argument, got, std::to_string(num_seqs) + ", the num_seqs of begin_step" + hint);
+  const std::string of = step.of_state ? "this State" : "begin_step";
+  const char* hint = step.num_seqs == 0 && !step.of_state ? " (call begin_step first)" : "";
+  refuse(argument, got, std::to_string(step.num_seqs) + ", the num_seqs of " + of + hint);
 }
 
 /// out [B, Hq, Dv], or [B, q_len, Hq, Dv] where q has tokens, and lse, as a view.
-OutputView check_result(const TiledAttentionDims& dims, Device device, std::int64_t num_seqs,
-                        std::int64_t q_len, bool has_tokens, DType q_dtype, const Tensor& out,
-                        const std::optional<Tensor>& lse) {
+OutputView check_result(const TiledAttentionDims& dims, Device device, const StepShape& step,
+                        const Tensor& out, const std::optional<Tensor>& lse) {
   check_sizes("out", out);
-  check_batch("out", out, num_seqs);
-  if (has_tokens) {
+  check_batch("out", out, step);
+  if (step.has_tokens) {
     check_shape("out", out,
-                {{"num_seqs", num_seqs},
-                 {"q_len", q_len},
+                {{"num_seqs", step.num_seqs},
+                 {"q_len", step.q_len},
                  {"num_q_heads", dims.num_q_heads},
                  {"head_dim_v", dims.value_dim()}});
   } else {
     check_shape("out", out,
-                {{"num_seqs", num_seqs},
+                {{"num_seqs", step.num_seqs},
                  {"num_q_heads", dims.num_q_heads},
                  {"head_dim_v", dims.value_dim()}});
   }
-  check_output(out, q_dtype, device, kOwner);
-  const TokenStrides strides = token_strides(out, has_tokens);
+  check_output(out, step.dtype, device, owner_of(step));
+  const TokenStrides strides = token_strides(out, step.has_tokens);
   OutputView view{out.data, out.dtype, strides.seq, strides.token, strides.head, nullptr, 0, 0, 0};
   if (lse) {
-    check_lse(*lse, out, device, kOwner);
-    const TokenStrides lse_strides = token_strides(*lse, has_tokens);
+    check_lse(*lse, out, device, owner_of(step));
+    const TokenStrides lse_strides = token_strides(*lse, step.has_tokens);
     view.lse = static_cast<float*>(lse->data);
     view.lse_seq_stride = lse_strides.seq;
     view.lse_token_stride = lse_strides.token;
@@ -191,7 +193,7 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
   const Tensor& q = tile.q;
   check_attention_dtype("q", q);
   check_device("q", q, device, kOwner);
-  check_batch("q", q, step.num_seqs);
+  check_batch("q", q, step);
   const bool has_tokens = q.rank == 4;
   const std::int64_t q_len = has_tokens ? q.shape[1] : 1;
   if (has_tokens) {
@@ -237,7 +239,8 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
   check_positions(p, options, device, tile);
   set_score(p, options);
   if (tile.out) {
-    p.out = check_result(dims, device, p.num_seqs, q_len, has_tokens, q.dtype, *tile.out, tile.lse);
+    p.out = check_result(dims, device, {p.num_seqs, true, q_len, q.dtype, has_tokens}, *tile.out,
+                         tile.lse);
   } else if (tile.lse) {
     refuse("lse", "an array without out",
            "out as well: lse is written with the result of the last tile");
@@ -249,25 +252,24 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
                                const Tensor& out, const std::optional<Tensor>& lse) {
   // Before the step's first tile any number of tokens up to max_q_len can be asked for; each row is
   // empty.
-  std::int64_t q_len = step.q_len;
-  DType q_dtype = step.dtype;
-  bool has_tokens = step.has_tokens || step.q_len != 1;
+  StepShape shape = step;
+  shape.has_tokens = step.has_tokens || step.q_len != 1;
   if (!step.fixed) {
-    has_tokens = out.rank == 4;
-    q_len = has_tokens ? out.shape[1] : 1;
-    q_dtype = out.dtype;
+    shape.has_tokens = out.rank == 4;
+    shape.q_len = shape.has_tokens ? out.shape[1] : 1;
+    shape.dtype = out.dtype;
     check_attention_dtype("out", out);
-    if (q_len > dims.max_q_len) {
-      refuse("out", std::to_string(q_len) + " query tokens",
+    if (shape.q_len > dims.max_q_len) {
+      refuse("out", std::to_string(shape.q_len) + " query tokens",
              "at most dims.max_q_len = " + std::to_string(dims.max_q_len));
     }
   }
   FinalizeProblem p;
-  p.num_seqs = step.num_seqs;
-  p.q_len = q_len;
+  p.num_seqs = shape.num_seqs;
+  p.q_len = shape.q_len;
   p.num_q_heads = dims.num_q_heads;
   p.head_dim_v = dims.value_dim();
-  p.out = check_result(dims, device, step.num_seqs, q_len, has_tokens, q_dtype, out, lse);
+  p.out = check_result(dims, device, shape, out, lse);
   return p;
 }
 

@@ -136,8 +136,9 @@ void State::finalize(const Tensor& out, const std::optional<Tensor>& lse,
   dims.num_kv_heads = num_q_heads_;
   dims.head_dim = dims.head_dim_v = head_dim_v_;
   dims.max_q_len = q_len_;
-  FinalizeProblem problem =
-      check_finalize(dims, device(), {num_seqs_, true, q_len_, out.dtype}, out, lse);
+  StepShape shape{num_seqs_, true, q_len_, out.dtype};
+  shape.of_state = true;
+  FinalizeProblem problem = check_finalize(dims, device(), shape, out, lse);
   problem.state = state_view(*this);
   problem.sinks = sinks ? static_cast<const float*>(sinks->data) : nullptr;
   if (state_rows(*this) == 0) return;

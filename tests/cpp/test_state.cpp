@@ -67,6 +67,15 @@ DEVICE_TEST(finalize_leaves_the_state_and_more_tiles_may_follow) {
   CHECK_RESULT(download(out), s.cache.reference(s.q, kPlain.rules).out, DType::float32);
 }
 
+DEVICE_TEST(a_result_of_a_state_is_refused_by_its_own_name) {
+  Setup s(kPlain, device);
+  s.step();
+  const State state = s.attention.state();
+  const Array longer(Host({6, kPlain.num_q_heads, kPlain.head_dim_v}, 0), kPlain.dtype, device);
+  CHECK_THROWS(ValueError, state.finalize(longer), "out", "6 sequences",
+               "5, the num_seqs of this State");
+}
+
 DEVICE_TEST(views_are_live) {
   Setup s(kPlain, device);
   const Tensor m = s.attention.m(), o = s.attention.o();
