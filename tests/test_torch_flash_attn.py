@@ -182,8 +182,13 @@ def test_a_full_cache_is_refused():
     q, k = torch.ones(2, 1, 4, 16), torch.ones(2, 1, 2, 16)
     caches = torch.zeros(2, 2, 8, 2, 16).unbind()
     for options in ({}, {"block_table": torch.tensor([[0], [1]])}):
-        with pytest.raises(IndexError, match="slot_mapping"):
-            tt.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=torch.tensor([3, 8]), **options)
+        for lengths, told in (
+            (torch.tensor([3, 8]), "1: got 8"),
+            (8, "0: got 8"),
+            (torch.tensor([-1, 3]), "0: got -1"),
+        ):
+            with pytest.raises(IndexError, match=f"cache_seqlens: sequence {told}; expected 0 to 7"):
+                tt.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lengths, **options)
         assert not any(cache.any() for cache in caches), "written before the refusal"
 
 

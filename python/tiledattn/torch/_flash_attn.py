@@ -282,6 +282,7 @@ def flash_attn_with_kvcache(
     table = _table(q, k_cache, cache_batch_idx, block_table)
     seq_lens, shortest = _lengths(q, k_cache, cache_seqlens, block_table, appends=k is not None)
     if k is not None and v is not None:
+        _check_room(table, seq_lens, shortest, k.shape[1], k_cache)
         slots = _free_slots(table, seq_lens, k.shape[1], k_cache)
         _functions.write_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
         seq_lens = seq_lens + k.shape[1]
@@ -388,6 +389,20 @@ def _lengths(
             raise ValueError(f"cache_seqlens: got None with {beside}; expected an int or a tensor [B]")
         cache_seqlens = k_cache.shape[1]
     return torch.full((q.shape[0],), cache_seqlens, device=q.device, dtype=torch.int32), cache_seqlens
+
+
+def _check_room(table: Tensor, seq_lens: Tensor, shortest: int, count: int, pool: Tensor) -> None:
+    """Refuse new tokens beyond the table under the caller's own names, as far as the host knows the lengths."""
+    room = table.shape[1] * pool.shape[1] - count
+    lengths = [shortest]
+    if seq_lens.device.type == "cpu" and seq_lens.dim() == 1 and not torch.compiler.is_compiling():
+        lengths = seq_lens.tolist()
+    for sequence, length in enumerate(lengths):
+        if not 0 <= length <= room:
+            raise IndexError(
+                f"cache_seqlens: sequence {sequence}: got {length}; expected 0 to {room}, "
+                f"so that the cache has room for {count} more"
+            )
 
 
 def _free_slots(table: Tensor, seq_lens: Tensor, count: int, pool: Tensor) -> Tensor:
