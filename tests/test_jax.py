@@ -93,8 +93,9 @@ def test_wrong_scales():
         for number in (0.0, -1.0, float("nan"), 1e60):
             with pytest.raises(ValueError, match=rf"{name}: got .*> 0"):
                 tj.paged_attention(*args, **{**scales, name: number})
-        with pytest.raises(TypeError, match=rf"{name}: expected a JAX array"):
-            tj.paged_attention(*args, **{**scales, name: "1"})
+        for wrong in ("1", True, [1.0], object()):
+            with pytest.raises(TypeError, match=rf"{name}: expected a JAX array"):
+                tj.paged_attention(*args, **{**scales, name: wrong})
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{name}: got shape \[3\]"):
             jax.block_until_ready(tj.paged_attention(*args, **{**scales, name: jnp.ones(3)}))
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{name}: got None with int8"):

@@ -185,6 +185,23 @@ def test_quantised_cache(kv_dtype, scale, torch_carrier):
     compare.same_bits(stored, want)
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    "wrong", ["1", True, [1.0], np.ones(2, np.float32)], ids=["str", "bool", "list", "numpy"]
+)
+def test_scales_of_wrong_types_are_named(name, wrong, torch_carrier):
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "number")
+    args = list(map(torch_carrier.array, made.data.args))
+    with pytest.raises(
+        TypeError, match=f"^{name}: expected a tensor or a number, got {type(wrong).__name__}"
+    ):
+        tt.paged_attention(*args, **{**made.scales, name: wrong})
+    k = torch.ones(1, 2, 64, device=torch_carrier.device)
+    slots = torch.tensor([3], device=torch_carrier.device)
+    with pytest.raises(TypeError, match=f"^{name}: expected a tensor or a number"):
+        tt.write_kv(k, k, *args[1:3], slots, **{**made.scales, name: wrong})
+
+
 def test_opcheck_of_quantised_calls(torch_carrier):
     ops = torch.ops.tiledattn
     made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "head")

@@ -369,7 +369,7 @@ def _score_options(
 
 def _scale(name: str, scale: Array | float | None) -> tuple[Array | None, int]:
     """Make an operand of a scale, with as many dimensions as it has."""
-    if isinstance(scale, int | float):
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
         limits = np.finfo(np.float32)
         if not float(limits.smallest_subnormal) <= scale <= float(limits.max):
             raise ValueError(f"{name}: got {scale}; expected a finite float32 number > 0")

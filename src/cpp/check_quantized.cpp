@@ -52,17 +52,23 @@ ScaleView check_scale_array(const char* argument, const Tensor& scale, const Ten
 
 void check_cache_dtype(const char* argument, const Tensor& tensor) {
   check_sizes(argument, tensor);
-  if (!is_quantized(tensor.dtype)) check_attention_dtype(argument, tensor);
+  const DType dtype = tensor.dtype;
+  if (is_quantized(dtype) || is_attention_dtype(dtype)) return;
+  throw TypeError(std::string(argument) + ": dtype is " + to_string(dtype) +
+                  "; expected bfloat16, float16, float32, float8_e4m3fn or int8");
+}
+
+void check_kv_dtype(const char* argument, DType kv_dtype, DType dtype, const char* owner) {
+  if (kv_dtype == dtype || is_quantized(kv_dtype)) return;
+  throw TypeError(std::string(argument) + ": dtype is " + to_string(kv_dtype) + "; expected " +
+                  to_string(dtype) + " like " + owner +
+                  ", or float8_e4m3fn or int8 (quantised, with k_scale)");
 }
 
 void check_pool_dtypes(const Tensor& k_pool, const Tensor& v_pool, DType dtype, const char* owner) {
   check_sizes("k_pool", k_pool);
   check_sizes("v_pool", v_pool);
-  if (k_pool.dtype != dtype && !is_quantized(k_pool.dtype)) {
-    throw TypeError("k_pool: dtype is " + to_string(k_pool.dtype) + "; expected " +
-                    to_string(dtype) + " like " + owner +
-                    ", or float8_e4m3fn or int8 (quantised, with k_scale)");
-  }
+  check_kv_dtype("k_pool", k_pool.dtype, dtype, owner);
   check_same_dtype("v_pool", v_pool, k_pool.dtype, is_quantized(k_pool.dtype) ? "k_pool" : owner);
 }
 

@@ -13,6 +13,9 @@ namespace tiledattn {
 /// Some element type of attention, or a quantised one.
 void check_cache_dtype(const char* argument, const Tensor& tensor);
 
+/// The type of a cache beside queries (or new tokens) of `dtype`: the same, or a quantised one.
+void check_kv_dtype(const char* argument, DType kv_dtype, DType dtype, const char* owner);
+
 /// Both pools have `dtype`, or both one of the quantised types. `owner` has `dtype`: "q".
 void check_pool_dtypes(const Tensor& k_pool, const Tensor& v_pool, DType dtype, const char* owner);
 

@@ -151,17 +151,15 @@ void check_writable_layout(const char* argument, const Tensor& tensor) {
   check_no_overlap(argument, tensor);
 }
 
+bool is_attention_dtype(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16;
+}
+
 void check_attention_dtype(const char* argument, const Tensor& tensor) {
   check_sizes(argument, tensor);
-  switch (tensor.dtype) {
-    case DType::float32:
-    case DType::float16:
-    case DType::bfloat16:
-      return;
-    default:
-      throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
-                      "; expected bfloat16, float16 or float32");
-  }
+  if (is_attention_dtype(tensor.dtype)) return;
+  throw TypeError(std::string(argument) + ": dtype is " + to_string(tensor.dtype) +
+                  "; expected bfloat16, float16 or float32");
 }
 
 void check_same_dtype(const char* argument, const Tensor& tensor, DType dtype, const char* owner) {

@@ -43,6 +43,7 @@ void check_layout(const char* argument, const Tensor& tensor);
 /// As check_layout; also no two indices name the same element.
 void check_writable_layout(const char* argument, const Tensor& tensor);
 /// float32, float16 or bfloat16.
+bool is_attention_dtype(DType dtype);
 void check_attention_dtype(const char* argument, const Tensor& tensor);
 void check_same_dtype(const char* argument, const Tensor& tensor, DType dtype, const char* owner);
 void check_float32(const char* argument, const Tensor& tensor);

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "backend.h"
+#include "check_quantized.h"
 #include "check_tensor.h"
 #include "checks.h"
 #include "default_workspace.h"
@@ -123,7 +124,11 @@ Support supports(const SupportQuery& query) {
     Tensor kv = q;
     kv.dtype = query.kv_dtype.value_or(query.dtype);
     const bool has_scales = query.operation != SupportQuery::Operation::flash_attention;
-    if (!has_scales || !is_quantized(kv.dtype)) check_same_dtype("kv_dtype", kv, q.dtype, "dtype");
+    if (has_scales) {
+      check_kv_dtype("kv_dtype", kv.dtype, q.dtype, "dtype");
+    } else {
+      check_same_dtype("kv_dtype", kv, q.dtype, "dtype");
+    }
     const Backend& backend = backend_for(query.device);
 
     AttentionProblem problem;

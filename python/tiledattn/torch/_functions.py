@@ -169,7 +169,10 @@ def paged_attention(
 def _scales(k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> tuple[Any, ...]:
     """Each scale as an operator takes it: a tensor and a number, one of them None."""
     split = []
-    for scale in (k_scale, v_scale):
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale is not None and not number and not isinstance(scale, Tensor):
+            raise TypeError(f"{name}: expected a tensor or a number, got {type(scale).__name__}")
         split += [scale, None] if isinstance(scale, Tensor) else [None, scale]
     return tuple(split)
 
