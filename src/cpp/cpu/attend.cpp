@@ -438,8 +438,8 @@ void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
 /// One KV head's keys into its rows, of which `first_row` is the first.
 void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
                            const KeyBlock* next, const Workbench& bench) const {
-  // Rows in groups of the kernel's, so that their key bounds fit a small array.
-  constexpr int kRows = 64;
+  // A few rows at a time, so that their key bounds fit a small array; whole groups and panels.
+  constexpr int kRows = kRowPadding;
   static_assert(kRows % kGroupRows == 0);
   int row_begin[kRows] = {}, row_end[kRows] = {};
   float k_scale[kBlockKeys], v_scale[kBlockKeys];

@@ -115,7 +115,8 @@ TILEDATTN_INLINE Vec finish_panel_scores(const BlockArgs& a, const Panel& panel,
   return top;
 }
 
-/// Scores of a panel to weights, with the scales of V in them; moves m and l on. Leaves in `factor` that of what o holds.
+/// Scores of a panel to weights, with the scales of V in them; moves m and l on. Leaves in `factor`
+/// that of what o holds.
 TILEDATTN_INLINE void weigh_panel(const BlockArgs& a, const Panel& panel, PanelScores& scores,
                                   float* factor) {
   for (int lane = 0; lane < kPanel; lane += kLanes) {

@@ -77,7 +77,7 @@ struct PrefillSm90Params {
   // Tiles of rows. Packed q: the device knows how many there are.
   std::int32_t num_tiles = 0;
   std::int32_t tiles_per_head = 0;
-  std::int32_t section_heads = 0;  ///< heads whose K and V stay in the L2 cache together
+  std::int32_t section_heads = 0;  ///< heads whose tiles go together
 
   std::int32_t window_left = 0;
   std::int32_t window_right = 0;  ///< 0 where causal
