@@ -92,7 +92,11 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
       for (int i = 0; i < kKeys; ++i) prefetch_row(a.v[j + i], v_bytes);
     const T* k[kKeys];
     for (int i = 0; i < kKeys; ++i) k[i] = static_cast<const T*>(a.k[j + i]);
-    Vec sums[kAccumulators] = {};
+    Vec sums[kAccumulators];
+    // One by one: GCC clears an array as a whole by a string instruction, which takes as long as the
+    // sums of a short row.
+#pragma GCC unroll 16
+    for (int i = 0; i < kAccumulators; ++i) sums[i] = Vec{};
     int d = 0;
     // Unrolled further, the loads of the next step are hoisted and the sums leave the registers.
 #pragma GCC unroll 1
