@@ -29,6 +29,24 @@ def test_heads_before_sequence(name, device, dtype):
     compare.result_close(got, want, dtype)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("q_len", [1, 11, 12, 64])
+def test_products_of_one_sign_stay_precise(q_len, head_dim, device):
+    """Long sums without cancellation, where rounding errors point the same way: large scores with equal elements."""
+    worst = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        q = np.full((1, q_len, 2, head_dim), 0.9, np.float32)
+        level = rng.uniform(0.97, 1, (1, 70, 2, 1))
+        k = np.broadcast_to(level, (1, 70, 2, head_dim)).astype(np.float32)
+        v = rng.standard_normal(k.shape).astype(np.float32)
+        options = {"softmax_scale": 30 / (0.9 * head_dim)}
+        got = calls.run_flash(device, (q, k, v), options)[0]
+        want = reference.flash(q, k, v, **options).out
+        worst.append(np.linalg.norm(got - want) / np.linalg.norm(want))
+    assert max(worst) <= 1e-5, worst
+
+
 @pytest.mark.parametrize("num_q_heads", [2, 6], ids=["mha", "gqa"])
 @pytest.mark.parametrize("q_len", [3, 4, 11, 12, 13, 16, 17, 31, 48, 65])
 def test_any_number_of_rows(q_len, num_q_heads, device, dtype):

@@ -297,6 +297,10 @@ def test_errors_keep_their_text(jit):
         tj.flash_attention(q, [1.0], k)
     with pytest.raises(TypeError, match=r"^q: expected a JAX array, got list"):
         tj.paged_attention([1.0], k, k, k, k)
+    with pytest.raises(TypeError, match=r"^v: expected a JAX array, got NoneType"):
+        tj.flash_attention(q, k, None)
+    with pytest.raises(TypeError, match=r"^v_pool: expected a JAX array, got NoneType"):
+        tj.write_kv(k[0], k[0], k, None, k, k_scale=1.0, v_scale=1.0)
     with pytest.raises(TypeError, match=r"^out_a: expected a JAX array, got float"):
         tj.merge_attention(1.0, k, k, k)
     with pytest.raises(ValueError, match=r"^layout: "):

@@ -243,6 +243,11 @@ def test_wrong_sources_are_named(cpu):
         ta.StreamSequence(8, ta.KvPart(3, [0]))
     with pytest.raises(TypeError, match=r"parts\[0\]: expected a KvPart"):
         ta.StreamSequence(8, [source])
+    for wrong in (None, 5):
+        with pytest.raises(TypeError, match=r"parts\[0\].blocks: expected a list of block ids, got"):
+            ta.StreamSequence(8, ta.KvPart(source, wrong))
+    with pytest.raises(ValueError, match=r"block_size: got \d+; expected blocks of less than 1e18 elements"):
+        ta.TileGeometry(num_blocks=1, block_size=2**55, num_kv_heads=3, head_dim=255, dtype="float16")
     with pytest.raises(TypeError, match="parts: expected a KvPart or several, got ReadSource"):
         ta.StreamSequence(8, source)
     with pytest.raises(ValueError, match="head_dim: got head dimension 300"):

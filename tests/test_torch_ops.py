@@ -202,6 +202,24 @@ def test_scales_of_wrong_types_are_named(name, wrong, torch_carrier):
         tt.write_kv(k, k, *args[1:3], slots, **{**made.scales, name: wrong})
 
 
+@pytest.mark.parametrize("name", ["k_pool", "seq_lens", "k_scale", "slot_mapping"])
+def test_a_tensor_without_memory_among_others_is_refused(name, torch_carrier):
+    """torch would take the whole call for one without memory: results never made, a cache never written."""
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "head")
+    names = ("q", "k_pool", "v_pool", "block_table", "seq_lens")
+    args = dict(zip(names, map(torch_carrier.array, made.data.args), strict=True))
+    args |= {key: torch_carrier.array(x) for key, x in made.scales.items()}
+    if name in args:
+        with pytest.raises((ValueError, TypeError), match=f"{name}: "):
+            tt.paged_attention(**{**args, name: args[name].to("meta")})
+    k = torch.ones(1, 2, 64, device=torch_carrier.device)
+    slots = {"slot_mapping": torch.tensor([3], device=torch_carrier.device)}
+    write = {key: args[key] for key in ("k_pool", "v_pool", "k_scale", "v_scale")} | slots
+    if name in write:
+        with pytest.raises((ValueError, TypeError), match=f"{name}: "):
+            tt.write_kv(k, k, **{**write, name: write[name].to("meta")})
+
+
 def test_opcheck_of_quantised_calls(torch_carrier):
     ops = torch.ops.tiledattn
     made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "head")

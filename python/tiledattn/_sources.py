@@ -354,9 +354,10 @@ class StreamSequence:
             if part.position is not None:
                 position = part.position
             blocks = _block_ids(part.blocks, f"parts[{i}].blocks")
-            self._compiled.add(_compiled_source(part.source), blocks.tolist(), position)
+            source = _compiled_source(part.source)
+            self._compiled.add(source, blocks.tolist(), position)
             placed.append(KvPart(part.source, blocks, position))
-            position += len(blocks) * _block_size(part.source)
+            position += len(blocks) * source.block_size
         # Who gives positions may leave keys out, and a sequence without parts has none.
         if placed and position < length and all(part.position is None for part in given):
             raise ValueError(
@@ -372,6 +373,8 @@ class StreamSequence:
 
 
 def _block_ids(blocks: Any, name: str) -> BlockIds:
+    if not hasattr(blocks, "__array__") and not isinstance(blocks, Iterable):
+        raise TypeError(f"{name}: expected a list of block ids, got {type(blocks).__name__}")
     ids = np.asarray(blocks if hasattr(blocks, "__array__") else list(blocks))
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {ids.dtype}")
@@ -406,7 +409,3 @@ def _geometry(source: TileSource) -> TileGeometry:
     if not isinstance(geometry, TileGeometry):
         raise TypeError(f"source: describe() returned {type(geometry).__name__}, not a TileGeometry")
     return geometry
-
-
-def _block_size(source: PoolSource | TileSource) -> int:
-    return int(source.k_pool.shape[1]) if isinstance(source, PoolSource) else _geometry(source).block_size

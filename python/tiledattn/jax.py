@@ -307,9 +307,16 @@ def _call(
     return out, lse
 
 
+_OPTIONAL = {"sinks", "cu_seqlens_q", "cu_seqlens_k", "k_scale", "v_scale"}
+
+
 def _given(operands: dict[str, tuple[Array | None, int]]) -> tuple[list[Array], str]:
     """Return the arrays that are not None, and their names with their numbers of dimensions: "q:4 k:4"."""
-    given = [(name, array, rank) for name, (array, rank) in operands.items() if array is not None]
+    given: list[tuple[str, Any, int]] = [
+        (name, array, rank)
+        for name, (array, rank) in operands.items()
+        if array is not None or name not in _OPTIONAL
+    ]
     for name, array, rank in given:
         if not hasattr(array, "ndim"):
             raise TypeError(f"{name}: expected a JAX array, got {type(array).__name__}")
@@ -369,7 +376,7 @@ def _score_options(
 
 def _scale(name: str, scale: Array | float | None) -> tuple[Array | None, int]:
     """Make an operand of a scale, with as many dimensions as it has."""
-    if isinstance(scale, int | float) and not isinstance(scale, bool):
+    if isinstance(scale, int | float | np.number) and not isinstance(scale, bool):
         limits = np.finfo(np.float32)
         if not float(limits.smallest_subnormal) <= scale <= float(limits.max):
             raise ValueError(f"{name}: got {scale}; expected a finite float32 number > 0")

@@ -7,6 +7,7 @@ does: by the compiled part, when it runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -196,8 +197,27 @@ def _refuse_gradients(*arguments: Any) -> None:
             )
 
 
+def _refuse_meta_among_others(names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Torch calls the fake kernel once one tensor has no memory, and would return the others' results unmade."""
+    tensors = [(name, x) for name, x in zip(names, arguments, strict=False) if isinstance(x, Tensor)]
+    first_name, first = tensors[0]
+    for name, tensor in tensors:
+        if tensor.device != first.device:
+            raise ValueError(f"{name}: is on {tensor.device}; expected {first.device} like {first_name}")
+
+
+def _checked(name: str, fake: Any) -> Any:
+    names = [argument.name for argument in getattr(torch.ops.tiledattn, name).default._schema.arguments]
+
+    def checked(*arguments: Any) -> Any:
+        _refuse_gradients(*arguments)
+        _refuse_meta_among_others(names, arguments)
+        return fake(*arguments)
+
+    return checked
+
+
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    _refuse_gradients(q, k, v, *rest)
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
@@ -208,12 +228,11 @@ def _fake_attention_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
 def _fake_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, lse_base: float
 ) -> tuple[Tensor, Tensor]:
-    _refuse_gradients(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:-1])
 
 
 def _fake_write(*arguments: Any) -> None:
-    _refuse_gradients(*arguments)
+    pass
 
 
 for _name, _fake in (
@@ -226,7 +245,7 @@ for _name, _fake in (
     ("merge_attention", _fake_merge),
     ("write_kv", _fake_write),
 ):
-    torch.library.register_fake(f"tiledattn::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"tiledattn::{_name}", _checked(_name, _fake), lib=_library)
 
 flash_attention = torch.ops.tiledattn.flash_attention.default
 flash_attention_lse = torch.ops.tiledattn.flash_attention_lse.default

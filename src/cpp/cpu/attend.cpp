@@ -120,9 +120,12 @@ const float* scale_address(const ScaleView& scale, KeyPlace place, std::int64_t 
          kv_head * scale.head_stride;
 }
 
-/// The numbers at the addresses.
+/// A scale meets sums here, not elements: an infinite one would make an infinity of what is NaN.
+float finite_or_nan(float scale) { return scale + (scale - scale); }
+
+/// The scales at the addresses.
 void gather(const void* const (&from)[kBlockKeys], float (&to)[kBlockKeys]) {
-  for (int j = 0; j < kBlockKeys; ++j) to[j] = *static_cast<const float*>(from[j]);
+  for (int j = 0; j < kBlockKeys; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
 }
 
 class Attention {
@@ -167,7 +170,7 @@ class Attention {
                   const KeyBlock* next, const Workbench& bench) const;
   void locate(const Tile& t, KeyRange keys, KeyBlock& block) const;
   void next_head(const KeyBlock& block, KeyBlock& next) const;
-  float head_scale(const ScaleView& scale, std::int64_t kv_head) const;
+  double head_scale(const ScaleView& scale, std::int64_t kv_head) const;
   Row scratch_row(const Tile& t, std::int64_t row, std::int64_t segment,
                   std::int64_t first_seq) const;
   void finish(const Tile& t, const Workbench& bench) const;
@@ -394,8 +397,9 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
   for (std::int64_t r = 0; r < num_rows(t); ++r) {
     const Row row = bench.partial_row(r);
     if (p_.quantized()) {
-      const float scale = head_scale(p_.v_scale, t.kv_head + r / head_rows(t));
-      for (std::int64_t d = 0; d < p_.head_dim_v; ++d) row.o[d] *= scale;
+      const double scale = head_scale(p_.v_scale, t.kv_head + r / head_rows(t));
+      for (std::int64_t d = 0; d < p_.head_dim_v; ++d)
+        row.o[d] = static_cast<float>(row.o[d] * scale);
     }
     // Kernels leave a NaN score out of m; l and o have it.
     if (std::isnan(*row.l) && *row.m != std::numeric_limits<float>::infinity()) *row.m = *row.l;
@@ -414,11 +418,11 @@ void Attention::next_head(const KeyBlock& block, KeyBlock& next) const {
 }
 
 /// What all keys of a KV head have in common: their scale, unless each key has its own, and the
-/// unit in which kernels see elements.
-float Attention::head_scale(const ScaleView& scale, std::int64_t kv_head) const {
-  if (!p_.quantized()) return 1.0f;
-  const float unit = p_.kv_dtype == DType::float8_e4m3fn ? kFloat8Unit : 1.0f;
-  return scale.by_key ? unit : unit * scale.at(0, 0, kv_head);
+/// unit in which kernels see elements. The product may leave the range of float.
+double Attention::head_scale(const ScaleView& scale, std::int64_t kv_head) const {
+  if (!p_.quantized()) return 1.0;
+  const double unit = p_.kv_dtype == DType::float8_e4m3fn ? kFloat8Unit : 1.0;
+  return scale.by_key ? unit : unit * finite_or_nan(scale.at(0, 0, kv_head));
 }
 
 /// The keys of the tile's first KV head.
@@ -455,8 +459,8 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
   args.v = block.v;
   args.row_begin = row_begin;
   args.row_end = row_end;
-  args.softmax_scale =
-      p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t));
+  args.softmax_scale = static_cast<float>(
+      p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
   args.softcap = p_.softcap;
   if (p_.k_scale.by_key) {
     gather(block.k_scale, k_scale);

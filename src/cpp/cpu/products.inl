@@ -72,12 +72,17 @@ TILEDATTN_INLINE void make_key_rows<float>(const BlockArgs& a, KeyRows& rows) {
     widen_rows<float>(a.v, a.num_keys, a.head_dim_v, padded_size(a.head_dim_v), a.widened, rows.v);
 }
 
-/// Scores before scale of a few keys and a panel of rows.
-TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int head_dim,
+/// Elements of head_dim that are summed up one after another: their sums are then added, which
+/// keeps the error of a long row near that of a short one.
+constexpr int kSummedInTurn = 16;
+
+/// What elements begin .. end - 1 of a few keys add to the scores before scale of a panel of rows.
+TILEDATTN_INLINE void add_scores(const float* const* k, const float* q, int begin, int end,
                                  float (*scores)[kPanel]) {
   Vec sums[kProductRows][kProductVectors] = {};
+  q += static_cast<int64_t>(begin) * kPanel;
 #pragma GCC unroll 1
-  for (int d = 0; d < head_dim; ++d, q += kPanel) {
+  for (int d = begin; d < end; ++d, q += kPanel) {
     Vec x[kProductVectors];
     for (int i = 0; i < kProductVectors; ++i) x[i] = load(q + i * kLanes);
     for (int key = 0; key < kProductRows; ++key) {
@@ -85,8 +90,20 @@ TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int head
       for (int i = 0; i < kProductVectors; ++i) sums[key][i] = fma(x[i], y, sums[key][i]);
     }
   }
-  for (int key = 0; key < kProductRows; ++key)
-    for (int i = 0; i < kProductVectors; ++i) store(scores[key] + i * kLanes, sums[key][i]);
+  for (int key = 0; key < kProductRows; ++key) {
+    for (int i = 0; i < kProductVectors; ++i) {
+      float* const score = scores[key] + i * kLanes;
+      store(score, begin == 0 ? sums[key][i] : load(score) + sums[key][i]);
+    }
+  }
+}
+
+TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int head_dim,
+                                 float (*scores)[kPanel]) {
+  for (int d = 0; d < head_dim; d += kSummedInTurn) {
+    const int end = d + kSummedInTurn < head_dim ? d + kSummedInTurn : head_dim;
+    add_scores(k, q, d, end, scores);
+  }
 }
 
 TILEDATTN_INLINE Vec load_numbers(const int* p) {

@@ -93,8 +93,8 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
     const T* k[kKeys];
     for (int i = 0; i < kKeys; ++i) k[i] = static_cast<const T*>(a.k[j + i]);
     Vec sums[kAccumulators];
-    // One by one: GCC clears an array as a whole by a string instruction, which takes as long as the
-    // sums of a short row.
+    // One by one: GCC clears an array as a whole by a string instruction, which takes as long as
+    // the sums of a short row.
 #pragma GCC unroll 16
     for (int i = 0; i < kAccumulators; ++i) sums[i] = Vec{};
     int d = 0;

@@ -130,7 +130,10 @@ void bind_tile_source(nb::module_& m) {
       .def_prop_ro("head_dim_v", [](const PackedGeometry& g) { return g.sizes.head_dim_v; })
       .def_prop_ro("block_bytes", [](const PackedGeometry& g) { return g.geometry.block_bytes(); });
 
-  nb::class_<TileSource>(m, "TileSource").def_prop_ro("name", &TileSource::name);
+  nb::class_<TileSource>(m, "TileSource")
+      .def_prop_ro("name", &TileSource::name)
+      .def_prop_ro("block_size",
+                   [](const TileSource& self) { return self.describe().sizes.block_size; });
   nb::class_<PythonSource, TileSource>(m, "PythonSource", nb::is_weak_referenceable())
       .def(
           "__init__",

@@ -26,9 +26,10 @@ DType dtype_of(xla::DataType dtype, const std::string& name) {
     case xla::DataType::f8e4m3fn:
       return DType::float8_e4m3fn;
     default:
-      throw TypeError(name + ": got elements of XLA's type " +
-                      std::to_string(static_cast<int>(dtype)) +
-                      "; expected bfloat16, float16 or float32 (indices: int32 or int64)");
+      throw TypeError(
+          name + ": got elements of XLA's type " + std::to_string(static_cast<int>(dtype)) +
+          "; expected bfloat16, float16 or float32 (a cache: float8_e4m3fn and int8 too, "
+          "indices: int32 or int64)");
   }
 }
 
@@ -51,6 +52,7 @@ XlaCall::XlaCall(const xla::CallFrame& frame, DeviceKind device) : frame_(frame)
   operands_ = named("operands", frame.arguments);
   results_ = named("results", frame.results);
   const Named& first = results_.at(0);
+  if (first.buffer->rank < first.rank) throw Error(first.name + ": XLA gave too few dimensions");
   outer_shape_.assign(first.buffer->dims, first.buffer->dims + (first.buffer->rank - first.rank));
   for (const std::int64_t size : outer_shape_) num_problems_ *= size;
 }

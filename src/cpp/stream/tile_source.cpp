@@ -63,6 +63,11 @@ TileGeometry TileGeometry::packed(const TileSizes& sizes, BlockLayout layout) {
   g.sizes = sizes;
   g.sizes.head_dim_v = g.value_dim();
   check_head_dim("head_dim_v", g.sizes.head_dim_v);
+  const double block = static_cast<double>(sizes.block_size) *
+                       static_cast<double>(sizes.num_kv_heads) *
+                       static_cast<double>(sizes.head_dim + g.sizes.head_dim_v);
+  if (block > 1e18)
+    refuse("block_size", std::to_string(sizes.block_size), "blocks of less than 1e18 elements");
   const Tensor named =
       make_tensor(nullptr, sizes.dtype, {},
                   {sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim});
