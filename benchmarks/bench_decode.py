@@ -4,6 +4,7 @@
     python benchmarks/bench_decode.py                                      # print a table
     python benchmarks/bench_decode.py --out benchmarks/results/decode.json # and keep it
     python benchmarks/bench_decode.py --cells b1_ --contestants tiledattn_p16,torch_cudnn
+    python benchmarks/bench_decode.py --kernels portable --contestants tiledattn_p16,tiledattn_p64,torch_flash
 
 Each contestant captures a graph of many launches that cycle through copies of K and V, so that no launch finds
 its keys in L2; a cell replays the graphs of all contestants in turn, round after round, and a contestant's figure
@@ -266,9 +267,14 @@ def main() -> int:
     )
     parser.add_argument("--cells", default="", help="comma-separated parts of names; default all")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="comma-separated")
+    parser.add_argument(
+        "--kernels", choices=("best", "portable", "plain"), help="of this library; default best"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     args = parser.parse_args()
+    if args.kernels:
+        os.environ["TILEDATTN_CUDA_KERNELS"] = args.kernels
     names = args.contestants.split(",")
     wanted = [cell for cell in CELLS if any(part in cell.name for part in args.cells.split(","))]
     print(f"{'us, GB/s':<36}{'KV MB':>8}  " + "  ".join(f"{name[-14:]:>14}" for name in names))

@@ -4,6 +4,7 @@
     python benchmarks/bench_forward.py                                        # print a table
     python benchmarks/bench_forward.py --out benchmarks/results/forward.json  # and keep it
     python benchmarks/bench_forward.py --cells d128 --contestants tiledattn,torch-cudnn
+    python benchmarks/bench_forward.py --kernels portable --contestants tiledattn,torch-flash
 
 A GPU at its power limit changes its clock all the time, so only neighbours in time can be compared: after a
 pre-heat every cell times its contestants in slices of some milliseconds, in a new random order each round; a
@@ -18,6 +19,7 @@ import argparse
 import datetime as dt
 import importlib.metadata
 import json
+import os
 import platform
 import random
 import shlex
@@ -277,6 +279,7 @@ def machine() -> dict:
         "python": platform.python_version(),
         "tiledattn": ta.info()["cuda"],
         "version": ta.__version__,
+        "kernels": os.environ.get("TILEDATTN_CUDA_KERNELS", "best"),
     }
     for name in ("tokenspeed_fa3", "flash_attn_3"):
         try:
@@ -303,10 +306,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--cells", default="", help="comma-separated; a cell is timed if its name holds one")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument(
+        "--kernels", choices=("best", "portable", "plain"), help="of this library; default best"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slice-ms", type=float, default=30.0)
     parser.add_argument("--limit-s", type=float, default=1e9, help="start no cell after this long")
     args = parser.parse_args()
+    if args.kernels:
+        os.environ["TILEDATTN_CUDA_KERNELS"] = args.kernels
     command = [
         "benchmarks/results/" + x.rsplit("/", 1)[-1] if x.endswith(".json") else x for x in sys.argv[1:]
     ]
