@@ -70,6 +70,17 @@ set(tiledattn_cuda_sources
     src/cuda/memory.cpp
     src/cuda/pin_host.cpp
     src/cuda/merge/merge.cu
+    src/cuda/portable/inst/portable_bf16_d128.cu
+    src/cuda/portable/inst/portable_bf16_d192.cu
+    src/cuda/portable/inst/portable_bf16_d256.cu
+    src/cuda/portable/inst/portable_bf16_d64.cu
+    src/cuda/portable/inst/portable_bf16_d96.cu
+    src/cuda/portable/inst/portable_f16_d128.cu
+    src/cuda/portable/inst/portable_f16_d192.cu
+    src/cuda/portable/inst/portable_f16_d256.cu
+    src/cuda/portable/inst/portable_f16_d64.cu
+    src/cuda/portable/inst/portable_f16_d96.cu
+    src/cuda/portable/portable.cpp
     src/cuda/prefill/inst/prefill_plain_bf16.cu
     src/cuda/prefill/inst/prefill_plain_f16.cu
     src/cuda/prefill/inst/prefill_plain_f32.cu

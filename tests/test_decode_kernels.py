@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's decode kernels: the plain one and the one that is chosen, under the same cases.
+"""The GPU's decode kernels: the plain one, the portable one and the one that is chosen, under the same cases.
 
 Values are judged by the float64 reference, never by another kernel.
 """
@@ -22,7 +22,7 @@ HALF_TYPES = ("bfloat16", "float16")
 SIXTEEN = pytest.mark.parametrize("dtype", HALF_TYPES)
 
 
-@pytest.fixture(params=["plain", "best"])
+@pytest.fixture(params=["plain", "portable", "best"])
 def kernels(request, monkeypatch):
     """Which kernels the calls of a test use."""
     monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", request.param)
@@ -104,6 +104,10 @@ def test_supports_says_which_kernel_runs(gpu, monkeypatch):
     sizes = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": gpu.device}
     monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", "plain")
     assert ta.supports("paged_attention", dtype="bfloat16", **sizes).kernel == "cuda_decode_plain"
+    monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", "portable")
+    for dtype in HALF_TYPES:
+        assert ta.supports("paged_attention", dtype=dtype, **sizes).kernel == "cuda_decode_portable"
+    assert ta.supports("flash_attention", **sizes).kernel == "cuda_prefill_portable"
     monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", "best")
     assert ta.supports("paged_attention", dtype="float32", **sizes).kernel == "cuda_decode_plain"
     if "sm_90" in ta.info()["cuda_devices"][0] and "sm_90a" in ta.info()["cuda"]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper prefill kernel: tails, masks, options, strides, packed sequences, special values, equal bits.
+"""The fast prefill kernels: tails, masks, options, strides, packed sequences, special values, equal bits.
 
-On another GPU the same calls run on the kernels that it has.
+Every case runs on the kernel that is chosen, which is Hopper's on a Hopper GPU, and on the portable one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ EXPECTED_ERROR = {"bfloat16": 2.5e-3, "float16": 3.5e-4}
 
 
 NO_OPTION = cases.Score()
+
+
+@pytest.fixture(autouse=True, params=["best", "portable"])
+def kernels(request, monkeypatch):
+    """Which kernels the calls of a test use."""
+    monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", request.param)
+    return request.param
 
 
 def _flash(shape, head_dim, score=NO_OPTION, head_dim_v=None, spread=1.0):

@@ -43,7 +43,7 @@ class Backend {
   /// "NVIDIA H200 (sm_90)".
   virtual std::string device_name(int index) const = 0;
   /// 90 for compute capability 9.0: which kernels plans may choose. 0 on the CPU, and where the
-  /// environment asks for the plain kernels.
+  /// environment asks for the plain kernels; 80 where it asks for the portable one.
   virtual int compute_capability(int index) const = 0;
   /// What the build holds: "13.0 for sm_80, sm_90a"; the CPU's instruction set.
   virtual std::string build_description() const = 0;

@@ -151,6 +151,51 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
                   p.q.head_stride);
 }
 
+/// The portable kernel, decode and prefill: 16-bit types, rows of q, K and V that begin at
+/// multiples of 16 bytes. Numbers of rows, keys, blocks of the pool and blocks of the grid are
+/// 32-bit in it.
+bool fits_portable(const AttentionProblem& p) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 30;
+  constexpr std::int64_t kElements = 8;       // 16 bytes
+  constexpr std::int64_t kFewestRows = 16;    // of a tile
+  constexpr float kSmallestSoftcap = 1e-30f;  // the kernel multiplies by the inverse
+  if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
+  if (p.num_q_heads < 1 || p.head_dim % kElements != 0 || p.head_dim_v % kElements != 0)
+    return false;
+  if (p.softcap > 0.0f && p.softcap < kSmallestSoftcap) return false;
+  const bool dense = p.key_source == KeySource::dense;
+  const std::int64_t tokens = p.packed_q() ? p.total_q : p.q_len;
+  // The stride of a dimension of one element does not count.
+  const auto fits = [](std::int64_t size, std::int64_t stride) {
+    return size <= 1 || stride % kElements == 0;
+  };
+  const auto pool_fits = [&](const PoolView& pool) {
+    return reinterpret_cast<std::uintptr_t>(pool.data) % 16 == 0 &&
+           fits(dense ? p.num_seqs : p.num_blocks, pool.block_stride) &&
+           fits(dense                               ? p.dense_kv_len
+                : p.key_source == KeySource::packed ? p.total_k
+                                                    : p.block_size,
+                pool.token_stride) &&
+           fits(p.num_kv_heads, pool.head_stride);
+  };
+  if (!pool_fits(p.k) || !pool_fits(p.v) || reinterpret_cast<std::uintptr_t>(p.q.data) % 16 != 0 ||
+      !fits(p.num_seqs, p.q.seq_stride) || !fits(tokens, p.q.token_stride) ||
+      !fits(p.num_q_heads, p.q.head_stride))
+    return false;
+  for (const std::int64_t number :
+       {p.num_seqs, p.num_q_heads, tokens, p.num_blocks, p.block_size, p.table_width,
+        p.table_width * p.block_size, p.dense_kv_len, p.total_k}) {
+    if (number > kLimit) return false;
+  }
+  const std::int64_t rows = tokens * p.gqa_ratio();
+  const double tiles = static_cast<double>(rows) / kFewestRows + 1 +
+                       static_cast<double>(p.packed_q() ? p.num_seqs : 0);
+  const double grid = tiles * static_cast<double>(p.num_kv_heads) *
+                      static_cast<double>(p.packed_q() ? 1 : p.num_seqs) *
+                      static_cast<double>(is_decode(p) ? kMaxSegments : 1);
+  return rows <= kLimit && grid < static_cast<double>(2 * kLimit);
+}
+
 /// The row tiles of packed q are counted on the device, in 32 bits.
 void check_row_tiles(const AttentionProblem& p) {
   const std::int64_t tiles = p.total_q * p.gqa_ratio() / kFewestTileRows + p.num_seqs;
@@ -171,6 +216,10 @@ const char* to_string(Kernel kernel) {
       return "cuda_decode_plain";
     case Kernel::cuda_prefill_plain:
       return "cuda_prefill_plain";
+    case Kernel::cuda_decode_portable:
+      return "cuda_decode_portable";
+    case Kernel::cuda_prefill_portable:
+      return "cuda_prefill_portable";
     case Kernel::cuda_decode_sm90:
       return "cuda_decode_sm90";
     case Kernel::cuda_prefill_sm90:
@@ -188,8 +237,11 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
     return plan;
   }
   plan.counters_offset = workspace_counters_offset(workspace_bytes);
+  const bool portable = !device.is_cpu() && compute_capability >= 80 && fits_portable(p);
   if (is_decode(p)) {
-    plan.kernel = device.is_cpu() ? Kernel::cpu_decode : Kernel::cuda_decode_plain;
+    plan.kernel = device.is_cpu() ? Kernel::cpu_decode
+                  : portable      ? Kernel::cuda_decode_portable
+                                  : Kernel::cuda_decode_plain;
     const std::int64_t rows = p.q_len * p.num_q_heads;
     plan.segment_limit = segment_limit(rows, p.head_dim_v);
     plan.max_segments = most_segments(max_visible_keys(p), plan.segment_limit);
@@ -199,6 +251,7 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
   } else {
     plan.kernel = device.is_cpu()                                    ? Kernel::cpu_prefill
                   : compute_capability == 90 && fits_prefill_sm90(p) ? Kernel::cuda_prefill_sm90
+                  : portable                                         ? Kernel::cuda_prefill_portable
                                                                      : Kernel::cuda_prefill_plain;
   }
   const std::int64_t fit = (workspace_bytes - kFlagAlignment) / (plan.sequence_bytes + kFlagBytes);

@@ -18,6 +18,8 @@ enum class Kernel : std::uint8_t {
   cpu_prefill,
   cuda_decode_plain,
   cuda_prefill_plain,
+  cuda_decode_portable,
+  cuda_prefill_portable,
   cuda_decode_sm90,
   cuda_prefill_sm90,
 };

@@ -13,6 +13,7 @@
 #include "common/attend_params.h"
 #include "decode/decode.h"
 #include "decode/decode_sm90.h"
+#include "portable/portable.h"
 #include "prefill/prefill.h"
 #include "tiledattn/error.h"
 #include "validate/validate.h"
@@ -57,6 +58,12 @@ void launch_group(const AttendParams& params, Kernel kernel, std::int32_t* count
   if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
   if (params.num_seqs == 0 || p.total_q == 0) return;
   if (kernel == Kernel::cuda_prefill_sm90) return launch_prefill_sm90(params, counters, stream);
+  if (kernel == Kernel::cuda_prefill_portable) return launch_portable(params, stream);
+  if (kernel == Kernel::cuda_decode_portable) {
+    launch_portable(params, stream);
+    if (params.split()) launch_decode_combine(params, stream);
+    return;
+  }
   with_element_type(p.kv_dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
@@ -71,12 +78,14 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
   if (problem.num_q_heads == 0) return;
   if (plan.kernel == Kernel::cuda_decode_sm90)
     return launch_decode_sm90(problem, plan, scratch, stream);
-  if (plan.kernel != Kernel::cuda_decode_plain && plan.kernel != Kernel::cuda_prefill_plain &&
-      plan.kernel != Kernel::cuda_prefill_sm90) {
+  const bool decode =
+      plan.kernel == Kernel::cuda_decode_plain || plan.kernel == Kernel::cuda_decode_portable;
+  if (!decode && plan.kernel != Kernel::cuda_prefill_plain &&
+      plan.kernel != Kernel::cuda_prefill_portable && plan.kernel != Kernel::cuda_prefill_sm90) {
     throw Error(std::string("plan: kernel ") + to_string(plan.kernel) +
                 " is not one of the CUDA backend");
   }
-  if (plan.kernel == Kernel::cuda_decode_plain && problem.packed_q()) {
+  if (decode && problem.packed_q()) {
     throw Error("plan: packed q needs a prefill kernel");
   }
   const std::int64_t group = std::max<std::int64_t>(plan.seqs_per_launch, 1);
@@ -88,7 +97,7 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
   if (needs_validation(problem)) params.flags = static_cast<std::int32_t*>(scratch);
   params.max_segments = plan.max_segments;
   params.segment_limit = plan.segment_limit;
-  if (plan.kernel == Kernel::cuda_decode_plain && plan.max_segments > 1) {
+  if (decode && plan.max_segments > 1) {
     params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flags_bytes(group));
     params.partial_seq_stride = plan.sequence_bytes / 4;
   }

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <string>
 
 #include "cuda_check.h"
@@ -13,12 +15,15 @@ namespace tiledattn::cuda {
 
 namespace {
 
-bool plain_kernels_wanted() {
+/// The most that TILEDATTN_CUDA_KERNELS allows.
+int capability_wanted() {
   const char* const text = std::getenv("TILEDATTN_CUDA_KERNELS");
-  if (text == nullptr || *text == 0 || std::string(text) == "best") return false;
-  if (std::string(text) == "plain") return true;
-  throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + std::string(text) +
-                   "'; expected best or plain");
+  const std::string wanted = text == nullptr || *text == 0 ? "best" : text;
+  if (wanted == "best") return std::numeric_limits<int>::max();
+  if (wanted == "portable") return 80;
+  if (wanted == "plain") return 0;
+  throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + wanted +
+                   "'; expected best, portable or plain");
 }
 
 int attribute(cudaDeviceAttr which, const char* name, int device) {
@@ -31,13 +36,13 @@ int attribute(cudaDeviceAttr which, const char* name, int device) {
 }  // namespace
 
 int compute_capability(int device) {
-  if (plain_kernels_wanted()) return 0;
+  const int wanted = capability_wanted();
   const int found =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, "ComputeCapabilityMajor", device) +
       attribute(cudaDevAttrComputeCapabilityMinor, "ComputeCapabilityMinor", device);
   // Built for other architectures, the kernels of sm_90a are empty.
   const bool has_sm90a = std::string(TILEDATTN_CUDA_ARCHITECTURES).find("90a") != std::string::npos;
-  return found == 90 && !has_sm90a ? 80 : found;
+  return std::min(wanted, found == 90 && !has_sm90a ? 80 : found);
 }
 
 int num_multiprocessors() {

@@ -171,7 +171,8 @@ TEST(kernels_by_query_length_and_device) {
   CHECK(make_plan(paged(1, 100, 100), gpu, kBytes).kernel == Kernel::cuda_prefill_plain);
   for (const Kernel kernel :
        {Kernel::cpu_decode, Kernel::cpu_prefill, Kernel::cuda_decode_plain,
-        Kernel::cuda_prefill_plain, Kernel::cuda_decode_sm90, Kernel::cuda_prefill_sm90}) {
+        Kernel::cuda_prefill_plain, Kernel::cuda_decode_portable, Kernel::cuda_prefill_portable,
+        Kernel::cuda_decode_sm90, Kernel::cuda_prefill_sm90}) {
     CHECK(std::string(to_string(kernel)) != "unknown");
   }
 }
@@ -195,7 +196,9 @@ AttentionProblem paged_for_sm90() {
 
 TEST(the_hopper_kernel_by_shape) {
   CHECK(kernel_on(90, paged_for_sm90()) == Kernel::cuda_decode_sm90);
-  for (const int capability : {0, 80, 89, 100, 120})
+  for (const int capability : {80, 89, 100, 120})
+    CHECK(kernel_on(capability, paged_for_sm90()) == Kernel::cuda_decode_portable);
+  for (const int capability : {0, 75})
     CHECK(kernel_on(capability, paged_for_sm90()) == Kernel::cuda_decode_plain);
   CHECK(make_plan(paged_for_sm90(), {}, kBytes, 90).kernel == Kernel::cpu_decode);
 
@@ -205,16 +208,43 @@ TEST(the_hopper_kernel_by_shape) {
     return kernel_on(90, p);
   };
   CHECK(with([](auto& p) { p.q_len = 16; }) == Kernel::cuda_decode_sm90);
-  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_plain);
+  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_portable);
   CHECK(with([](auto& p) { p.block_size = 24; }) == Kernel::cuda_decode_sm90);
-  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_portable);
   CHECK(with([](auto& p) { p.q.dtype = DType::float32; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.head_dim = 100; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.k.token_stride = 1028; }) == Kernel::cuda_decode_plain);
-  CHECK(with([](auto& p) { p.v.head_stride = 0; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.v.head_stride = 0; }) == Kernel::cuda_decode_portable);
   CHECK(with([](auto& p) { p.q.head_stride = 129; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.softcap = 1e-35f; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.table_width = std::int64_t{1} << 30; }) == Kernel::cuda_decode_plain);
+}
+
+TEST(the_portable_kernel_by_shape) {
+  const auto takes = [](auto change) {
+    AttentionProblem p = paged_for_sm90();
+    change(p);
+    const Kernel kernel = kernel_on(80, p);
+    CHECK(kernel == Kernel::cuda_decode_portable || kernel == Kernel::cuda_decode_plain);
+    return kernel == Kernel::cuda_decode_portable;
+  };
+  using P = AttentionProblem;
+  CHECK(takes([](P& p) { p.block_size = 1; }));
+  CHECK(takes([](P& p) { p.head_dim = 8; }));
+  CHECK(takes([](P& p) { p.q.dtype = DType::float16; }));
+  CHECK(takes([](P& p) { p.k.head_stride = -128; }));
+  CHECK(takes([](P& p) { p.out.head_stride = 129; }));  // written an element at a time
+  CHECK(!takes([](P& p) { p.kv_dtype = DType::float8_e4m3fn; }));
+  CHECK(!takes([](P& p) { p.head_dim_v = 100; }));
+  CHECK(!takes([](P& p) { p.q.data = reinterpret_cast<const void*>(8); }));
+  CHECK(!takes([](P& p) { p.v.data = reinterpret_cast<const void*>(8); }));
+  CHECK(!takes([](P& p) { p.v.block_stride += 4; }));
+  CHECK(!takes([](P& p) { p.q.seq_stride += 4; }));
+  CHECK(!takes([](P& p) { p.num_seqs = std::int64_t{1} << 24; }));  // too many blocks of the grid
+  CHECK(!takes([](P& p) { p.num_blocks = std::int64_t{1} << 31; }));
+  // Strides of a single element do not count.
+  CHECK(takes([](P& p) { p.num_blocks = 1, p.k.block_stride = 3; }));
+  CHECK(takes([](P& p) { p.block_size = 1, p.v.token_stride = 3; }));
 }
 
 TEST(any_workspace_that_holds_one_slot_does) {
@@ -265,30 +295,32 @@ TEST(hopper_prefill_where_tma_reaches_every_array) {
   const AttentionProblem good = dense(2, 100, 128);
   CHECK(kernel_on(90, good) == Kernel::cuda_prefill_sm90);
   CHECK(kernel_on(0, good) == Kernel::cuda_prefill_plain);
-  CHECK(kernel_on(80, good) == Kernel::cuda_prefill_plain);
-  CHECK(kernel_on(100, good) == Kernel::cuda_prefill_plain);
+  CHECK(kernel_on(80, good) == Kernel::cuda_prefill_portable);
+  CHECK(kernel_on(100, good) == Kernel::cuda_prefill_portable);
   CHECK(kernel_on(90, dense(2, kMaxDecodeTokens, 128)) != Kernel::cuda_prefill_sm90);
   CHECK(make_plan(good, {}, kBytes, 0).kernel == Kernel::cpu_prefill);
 
-  const auto plain = [&](auto&& change) {
+  const auto with = [&](auto&& change) {
     AttentionProblem p = good;
     change(p);
-    return kernel_on(90, p) == Kernel::cuda_prefill_plain;
+    return kernel_on(90, p);
   };
+  const Kernel plain = Kernel::cuda_prefill_plain;
+  const Kernel portable = Kernel::cuda_prefill_portable;
   using P = AttentionProblem;
-  CHECK(plain([](P& p) { p.q.dtype = p.out.dtype = DType::float32; }));
-  CHECK(plain([](P& p) { p.head_dim = 100; }));
-  CHECK(plain([](P& p) { p.head_dim_v = 4; }));
-  CHECK(plain([](P& p) { p.dense_kv_len = 0; }));
-  CHECK(plain([](P& p) { p.dense_kv_len = std::int64_t{1} << 29; }));
-  CHECK(plain([](P& p) { p.num_q_heads = p.num_kv_heads = std::int64_t{1} << 29; }));
-  CHECK(plain([](P& p) { p.num_seqs = std::int64_t{1} << 26; }));  // too many tiles
-  CHECK(plain([](P& p) { p.q.token_stride += 4; }));
-  CHECK(plain([](P& p) { p.k.head_stride = 0; }));
-  CHECK(plain([](P& p) { p.v.block_stride = -p.v.block_stride; }));
-  CHECK(plain([](P& p) { p.k.data = reinterpret_cast<const void*>(8); }));
-  CHECK(plain([](P& p) { p.out.head_stride = 1; }));
-  CHECK(plain([](P& p) { p.key_source = KeySource::paged; }));
+  CHECK(with([](P& p) { p.q.dtype = p.out.dtype = DType::float32; }) == plain);
+  CHECK(with([](P& p) { p.head_dim = 100; }) == plain);
+  CHECK(with([](P& p) { p.head_dim_v = 4; }) == plain);
+  CHECK(with([](P& p) { p.dense_kv_len = 0; }) == portable);
+  CHECK(with([](P& p) { p.dense_kv_len = std::int64_t{1} << 29; }) == portable);
+  CHECK(with([](P& p) { p.num_q_heads = p.num_kv_heads = std::int64_t{1} << 29; }) == plain);
+  CHECK(with([](P& p) { p.num_seqs = std::int64_t{1} << 26; }) == plain);  // too many tiles
+  CHECK(with([](P& p) { p.q.token_stride += 4; }) == plain);
+  CHECK(with([](P& p) { p.k.head_stride = 0; }) == portable);
+  CHECK(with([](P& p) { p.v.block_stride = -p.v.block_stride; }) == portable);
+  CHECK(with([](P& p) { p.k.data = reinterpret_cast<const void*>(8); }) == plain);
+  CHECK(with([](P& p) { p.out.head_stride = 1; }) == portable);
+  CHECK(with([](P& p) { p.key_source = KeySource::paged; }) == portable);
 }
 
 TEST(hopper_prefill_ignores_strides_that_are_never_used) {

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "portable/portable.cuh"
+
+namespace tiledattn::cuda {
+
+template void launch_portable_dim<__nv_bfloat16, 192>(PortableParams&, cudaStream_t);
+
+}  // namespace tiledattn::cuda
