@@ -63,6 +63,7 @@ bool fits_tma(const void* data, std::int64_t num_i, std::int64_t stride_i, std::
 /// The Hopper decode kernel: 16-bit types, boxes of 8 tokens or more within a block. Key numbers,
 /// blocks and sequences are 32-bit in the kernel.
 bool fits_decode_sm90(const AttentionProblem& p) {
+  if (p.quantized()) return false;  // the plain kernels alone read scales
   constexpr std::int64_t kLimit = std::int64_t{1} << 30;
   if (p.total_q == 0 || p.num_q_heads == 0) return false;
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
@@ -118,6 +119,7 @@ void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, P
 /// The Hopper prefill kernel: 16-bit types, dense or packed, whose arrays TMA can reach. Lengths,
 /// windows and numbers of tiles are 32-bit in the kernel.
 bool fits_prefill_sm90(const AttentionProblem& p) {
+  if (p.quantized()) return false;  // the plain kernels alone read scales
   constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
   constexpr std::int64_t kMaxTiles = std::int64_t{1} << 31;
   constexpr std::int64_t kFewestRows = 64;  // of a tile
@@ -155,6 +157,7 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
 /// multiples of 16 bytes. Numbers of rows, keys, blocks of the pool and blocks of the grid are
 /// 32-bit in it.
 bool fits_portable(const AttentionProblem& p) {
+  if (p.quantized()) return false;  // the plain kernels alone read scales
   constexpr std::int64_t kLimit = std::int64_t{1} << 30;
   constexpr std::int64_t kElements = 8;       // 16 bytes
   constexpr std::int64_t kFewestRows = 16;    // of a tile
@@ -230,14 +233,15 @@ const char* to_string(Kernel kernel) {
 
 Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_bytes,
                int compute_capability) {
-  if (p.quantized()) compute_capability = 0;  // the plain kernels alone read scales
   Plan plan;
   if (!device.is_cpu() && is_decode(p) && compute_capability == 90 && fits_decode_sm90(p)) {
     plan_decode_sm90(p, workspace_bytes, plan);
     return plan;
   }
   plan.counters_offset = workspace_counters_offset(workspace_bytes);
-  const bool portable = !device.is_cpu() && compute_capability >= 80 && fits_portable(p);
+  // On request alone, until it has been measured on a GPU as it is now.
+  const bool portable =
+      !device.is_cpu() && compute_capability == kPortableCapability && fits_portable(p);
   if (is_decode(p)) {
     plan.kernel = device.is_cpu() ? Kernel::cpu_decode
                   : portable      ? Kernel::cuda_decode_portable
