@@ -4,6 +4,7 @@
     python benchmarks/bench_cpu.py                                   # print a table
     python benchmarks/bench_cpu.py --out benchmarks/results/cpu.json # and keep it
     python benchmarks/bench_cpu.py --only decode --threads 1
+    python benchmarks/bench_cpu.py --quantised                       # quantised caches beside bfloat16 ones
 
 Each cell (one shape and type) runs every contender in turn, round after round, so that what else the machine
 does hits all of them alike; a contender's figure is its median over the rounds. Before any timing, results
@@ -59,10 +60,10 @@ DECODE = {"batch": 8, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "q_
 PREFILL = {"batch": 1, "num_q_heads": 16, "num_kv_heads": 16, "head_dim": 128, "q_len": 1024, "kv_len": 1024}
 CELLS = [
     *(Cell("decode", dtype, **DECODE) for dtype in ("bfloat16", "float32", "float16")),
-    *(Cell("decode", "bfloat16", kv_dtype=kv_dtype, **DECODE) for kv_dtype in ("int8", "float8_e4m3fn")),
     *(Cell("prefill", dtype, **PREFILL) for dtype in ("bfloat16", "float32")),
     *(Cell("prefill_causal", dtype, causal=True, **PREFILL) for dtype in ("bfloat16", "float32")),
 ]
+QUANTISED_CELLS = [Cell("decode", "bfloat16", kv_dtype=kv, **DECODE) for kv in ("int8", "float8_e4m3fn")]
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     parser.add_argument("--only", help="run only cells whose name and types contain this")
+    parser.add_argument("--quantised", action="store_true", help="the cells of quantised caches instead")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=ta.get_num_threads(), help="for all contenders")
     args = parser.parse_args()
@@ -255,7 +257,7 @@ def main() -> None:
 
     before = machine()  # its load average is of what ran before the benchmark
     results = []
-    for cell in CELLS:
+    for cell in QUANTISED_CELLS if args.quantised else CELLS:
         if args.only and args.only not in f"{cell.name} {cell.kv_name()}":
             continue
         results.append(measure(cell, args.rounds))
@@ -279,8 +281,16 @@ def main() -> None:
 
 
 def table_row(result: dict) -> dict[str, str]:
-    """Return what the README shows of one cell."""
+    """Return what the documents show of one cell."""
     cell, times = result["cell"], result["milliseconds"]
+    if cell["kv_dtype"] is not None:
+        quantised, plain = (times[f"tiledattn paged_attention{x}"] for x in ("", ", unquantised"))
+        return {
+            "cache": cell["kv_dtype"],
+            "paged_attention, ms": f"{quantised:.1f}",
+            f"of a {cell['dtype']} cache, ms": f"{plain:.1f}",
+            "ratio": f"{plain / quantised:.2f}",
+        }
     heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
     shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
     row = {"cell": cell["name"].replace("_", " "), "shape": shape, "type": Cell(**cell).kv_name()}
