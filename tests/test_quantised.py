@@ -263,6 +263,14 @@ def test_scales_of_sources(cpu):
     with pytest.raises(ValueError, match=r"k_scale: got a scale with float16 pools"):
         ta.TileGeometry(**sizes, dtype="float16", k_scale=1.0)
     pool = np.zeros((2, 4, 1, 8), np.int8)
+    for wrong in (True, np.True_, "1"):
+        with pytest.raises(TypeError, match=r"v_scale: expected"):
+            ta.TileGeometry(**sizes, dtype="int8", k_scale=1.0, v_scale=wrong)
+        with pytest.raises(TypeError, match=r"k_scale: expected"):
+            ta.PoolSource(pool, pool, k_scale=wrong, v_scale=1.0)
+        args = (np.ones((1, 1, 8), np.float32), pool, pool, np.array([[0]]), np.array([3]))
+        with pytest.raises(TypeError, match=r"k_scale: expected"):
+            ta.paged_attention(*args, k_scale=wrong, v_scale=1.0)
     with pytest.raises(ValueError, match=r"v_scale: got None with int8"):
         ta.PoolSource(pool, pool, k_scale=1.0)
     geometry = ta.TileGeometry(**sizes, dtype="float8_e4m3fn", v_scale=0.5)

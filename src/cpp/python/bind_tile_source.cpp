@@ -14,6 +14,7 @@
 #include "gil.h"
 #include "python_source.h"
 #include "scalar_arg.h"
+#include "scale_arg.h"
 #include "tensor_arg.h"
 #include "tiledattn/streaming.h"
 
@@ -37,7 +38,7 @@ DType dtype_arg(nb::handle value) {
 }
 
 TileScales scales_arg(nb::handle k_scale, nb::handle v_scale) {
-  return {optional_number_arg(k_scale, "k_scale"), optional_number_arg(v_scale, "v_scale")};
+  return {optional_scale_number(k_scale, "k_scale"), optional_scale_number(v_scale, "v_scale")};
 }
 
 BlockLayout layout_arg(nb::handle value) {

@@ -26,12 +26,15 @@ std::string type_name_of(nb::handle object) {
   return module == "builtins" ? name : module + "." + name;
 }
 
-bool bool_arg(nb::handle value, const char* name) {
-  if (value.ptr() == Py_True) return true;
-  if (value.ptr() == Py_False) return false;
+bool is_bool(nb::handle value) {
+  if (PyBool_Check(value.ptr())) return true;
   const std::string type = type_name_of(value);
-  if (type == "numpy.bool" || type == "numpy.bool_") return PyObject_IsTrue(value.ptr()) == 1;
-  refuse_type(value, name, "True or False");
+  return type == "numpy.bool" || type == "numpy.bool_";
+}
+
+bool bool_arg(nb::handle value, const char* name) {
+  if (!is_bool(value)) refuse_type(value, name, "True or False");
+  return PyObject_IsTrue(value.ptr()) == 1;
 }
 
 std::int64_t integer_arg(nb::handle value, const char* name) {

@@ -16,6 +16,8 @@ namespace tiledattn::binding {
 /// "list", "numpy.ndarray": the type of an object as its users write it.
 std::string type_name_of(nanobind::handle object);
 
+/// True or False, Python's or NumPy's.
+bool is_bool(nanobind::handle value);
 bool bool_arg(nanobind::handle value, const char* name);
 /// Any integer that is no bool.
 std::int64_t integer_arg(nanobind::handle value, const char* name);

@@ -13,15 +13,20 @@
 
 namespace tiledattn::binding {
 
+/// The scale of a source: None or a number.
+inline std::optional<double> optional_scale_number(nanobind::handle value, const char* name) {
+  if (is_bool(value))
+    throw TypeError(std::string(name) + ": expected None or a number, got " + type_name_of(value));
+  return optional_number_arg(value, name);
+}
+
 inline std::optional<KvScale> optional_scale_arg(TensorArgs& args, nanobind::handle value,
                                                  const char* name) {
   if (value.is_none()) return std::nullopt;
-  const bool is_bool = PyBool_Check(value.ptr()) != 0;
-  if (!is_bool && (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())))
-    return number_arg(value, name);
+  if (PyFloat_Check(value.ptr())) return number_arg(value, name);
   if (nanobind::hasattr(value, "__dlpack__")) return args.input(value, name);
-  // Numbers of other libraries, such as numpy.float32.
-  if (!is_bool && nanobind::hasattr(value, "__float__")) return number_arg(value, name);
+  // Integers, and numbers of other libraries, such as numpy.float32.
+  if (!is_bool(value) && nanobind::hasattr(value, "__float__")) return number_arg(value, name);
   throw TypeError(std::string(name) + ": expected None, a number or a float32 array, got " +
                   type_name_of(value));
 }
