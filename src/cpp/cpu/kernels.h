@@ -32,7 +32,7 @@ struct BlockArgs {
   int64_t q_stride;  ///< elements
   const float* q_panels;  ///< q as [row / panel_rows][head_dim][panel_rows], zeros for rows that
                           ///< are not there; null: rows go in groups of kGroupRows
-  float* widened;         ///< with q_panels: room for kBlockKeys rows of K and of V, padded like q
+  float* widened;  ///< with q_panels: room for kBlockKeys rows of q_stride and as many of o_stride
   const void* const*
       k;  ///< address of each key's K; entries from num_keys on (kBlockKeys in all) repeat the last
   const void* const* v;

@@ -52,11 +52,9 @@ TILEDATTN_INLINE void widen_rows(const void* const* from, int num_keys, int size
   }
 }
 
-int padded_size(int size) { return (size + kRowPadding - 1) / kRowPadding * kRowPadding; }
-
 template <typename T>
 TILEDATTN_INLINE void make_key_rows(const BlockArgs& a, KeyRows& rows) {
-  const int k_size = padded_size(a.head_dim), v_size = padded_size(a.head_dim_v);
+  const int k_size = static_cast<int>(a.q_stride), v_size = static_cast<int>(a.o_stride);
   widen_rows<T>(a.k, a.num_keys, a.head_dim, k_size, a.widened, rows.k);
   widen_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, a.widened + kBlockKeys * k_size, rows.v);
 }
@@ -69,7 +67,8 @@ TILEDATTN_INLINE void make_key_rows<float>(const BlockArgs& a, KeyRows& rows) {
     rows.v[j] = static_cast<const float*>(a.v[j]);
   }
   if (a.head_dim_v % kPanel != 0)
-    widen_rows<float>(a.v, a.num_keys, a.head_dim_v, padded_size(a.head_dim_v), a.widened, rows.v);
+    widen_rows<float>(a.v, a.num_keys, a.head_dim_v, static_cast<int>(a.o_stride), a.widened,
+                      rows.v);
 }
 
 /// Elements of head_dim that are summed up one after another: their sums are then added, which
