@@ -4,7 +4,7 @@
 //
 // A block is two teams of four warps. A team takes a run of groups of keys (decode_cut.h) that it
 // finds from the lengths; in each group each warp attends to its slice. A warp's keys come through
-// its own ring of shared memory by TMA, which runs ahead over groups and sequences, so that loads
+// its own slots in shared memory by TMA, which runs ahead over groups and sequences, so that loads
 // never wait for sums (decode_sm90_ring.cuh). Sums are in decode_sm90_slice.cuh, what becomes of
 // them in decode_sm90_fold.cuh. Lengths and block ids are checked where they are read; a fault
 // makes the rows of its sequence NaN.
@@ -39,9 +39,9 @@ struct DecodeSm90Config {
   static constexpr int kChunkKeys = decode_chunk_keys(kDim);
   static constexpr int kSlabs = kDim / 64;
   static constexpr int kSlotBytes = kChunkKeys * kDim * 2;
-  /// 24 KB for each warp, 192 KB in all: 64 KB in flight saturate the memory, the rest covers what
-  /// is being read by a warp.
-  static constexpr int kSlots = 24 * 1024 / kSlotBytes;
+  /// K and V of a chunk for each warp, 128 KB in all: 64 KB in flight saturate the memory, the rest
+  /// covers what is being read by a warp. With more in flight some SMs are much faster than others.
+  static constexpr int kSlots = 2;
   /// Columns that a fold handles at once: what the ring leaves free bounds its buffer.
   static constexpr int kPassColumns = kDim == 192 ? 96 : kDim < 128 ? kDim : 128 / kTiles;
 };
@@ -58,11 +58,12 @@ struct alignas(1024) DecodeSm90Shared {
 
 /// Where partial results of the head at which `at` stands go; anything where the team does the
 /// whole head.
-__device__ __forceinline__ int slot_of_head(const DecodeSm90Params& params, const Cursor& at,
+__device__ __forceinline__ int slot_of_head(const DecodeSm90Params& params, const GroupPlace& at,
                                             const Share& share) {
   if (params.slot_for_each_head) return at.seq * params.heads_per_seq + at.head;
-  const int cost = at.work.cut.group_chunks + 1;
-  const bool whole = at.group == 0 && at.left > std::int64_t{at.work.cut.num_groups - 1} * cost;
+  const DecodeCut& cut = share.first.work.cut;
+  const int cost = cut.group_chunks + 1;
+  const bool whole = at.group == 0 && at.left > std::int64_t{cut.num_groups - 1} * cost;
   if (whole) return 0;
   const std::int64_t head_begin = share.end - at.left - std::int64_t{at.group} * cost;
   return static_cast<int>(team_of(share.total, head_begin, params.num_teams));
@@ -73,25 +74,18 @@ template <typename Config>
 __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
                                              DecodeSm90Shared<Config>& shared,
                                              const TeamMember& member) {
+  using Loads = RingLoads<Config>;
+  const int warp = warp_index();
   Share& share = shared.shares[member.team];
   const SequenceWork& work = share.first.work;  // of the sequence at hand
   SliceBuffers<Config>& buffers = shared.slices[member.team];
-  const int warp = warp_index();
   MBarrier* const full = shared.full[warp];
-  RingLoads<Config> loads(params, share.first, member.warp, shared.cursors[warp],
-                          &shared.ring[warp][0][0], full);
-  int slot = 0;
-  std::uint32_t parity = 0;
-  const auto next_slot = [&] {
-    __syncwarp();  // all lanes have read the slot
-    loads.issue(params, slot);
-    if (++slot == Config::kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  };
+  unsigned char* const keys = shared.ring[warp][Loads::kKeys];
+  unsigned char* const values = shared.ring[warp][Loads::kValues];
+  Loads loads(params, share.first, member.warp, shared.cursors[warp], keys, full);
+  std::uint32_t parity = 0;  // of the barriers of both slots
 
-  Cursor at = share.first;
+  GroupPlace at = share.first;
   SliceState<Config> slice;
   HeadResult<Config> result;
   const FoldPlace<Config> place(member);
@@ -99,8 +93,9 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
 #pragma unroll 1
   while (!at.done()) {
     if (new_sequence) {
-      at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
-      if (member.thread == 0) share.first.work = at.work;
+      const SequenceWork next = sequence_work<Config::kChunkKeys>(params, at.seq);
+      member.sync();  // all warps are done with the last one
+      if (member.thread == 0) share.first.work = next;
       member.sync();
     }
     const int seq = at.seq;
@@ -113,7 +108,7 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
     if (work.faulty && at.group == 0 && at.head == 0 && member.thread == 0)
       record_fault(params.problem.faults, check_sequence(params.problem, seq));
 
-    const int num_groups = at.work.cut.num_groups;
+    const int num_groups = work.cut.num_groups;
     int group;
     bool more;  // groups of this head
 #pragma unroll 1
@@ -121,29 +116,31 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
       group = at.group;
       slice.clear();
       bool wrong = work.faulty;
-      const ChunkRange chunks = slice_of_group(at.num_chunks(), member.warp);
-      const int group_chunk = at.work.cut.first_chunk + group * at.work.cut.group_chunks;
+      const ChunkRange chunks = slice_of_group(chunks_of_group(work.cut, group), member.warp);
+      const int group_chunk = work.cut.first_chunk + group * work.cut.group_chunks;
 #pragma unroll 1
       for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
         const int first_key = (group_chunk + chunk) * Config::kChunkKeys;
         const ChunkMask mask = chunk_mask<Config>(work, first_key);
-        wrong = wrong || loads.wrong(slot);
-        full[slot].wait(parity);
-        slice.multiply_keys(shared_address(shared.ring[warp][slot]), queries);
-        next_slot();
+        wrong = wrong || loads.wrong();
+        full[Loads::kKeys].wait(parity);
+        slice.multiply_keys(shared_address(keys), queries);
+        __syncwarp();  // all lanes have read the slot
+        loads.template issue<Loads::kKeys>(params);
         slice.make_scores(params, work, first_row, first_key, mask);
         slice.make_weights();
-        full[slot].wait(parity);
-        if (mask.begin > 0 || mask.end < Config::kChunkKeys)
-          clear_values<Config>(shared.ring[warp][slot], mask);
-        slice.multiply_values(shared_address(shared.ring[warp][slot]));
-        next_slot();
+        full[Loads::kValues].wait(parity);
+        if (mask.begin > 0 || mask.end < Config::kChunkKeys) clear_values<Config>(values, mask);
+        slice.multiply_values(shared_address(values));
+        __syncwarp();
+        loads.template issue<Loads::kValues>(params);
+        parity ^= 1;
         loads.look_ahead(params);
       }
       slice.finish();
       if (wrong) slice.poison();
       result.add_group(params, member, place, buffers, group, slice);
-      new_sequence = at.advance(params);
+      new_sequence = at.advance(params, work.cut);
       more = group + 1 < num_groups && !at.done();
     } while (more);
     if (result.end(params, member, place, buffers, group, num_groups))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loads of one warp: K and V of its chunks go, one after the other, through a ring of slots in
-// shared memory that only this warp uses. It runs ahead over the borders of groups and sequences.
+// The loads of one warp: K and V of its chunks go, one after the other, through two slots in shared
+// memory that only this warp uses. They run ahead over the borders of groups and sequences.
 //
 // The keys of a slot stand in rows of 64 columns (128 bytes, TMA's 128-byte swizzle), all keys of
 // columns 0 .. 63, then all keys of columns 64 .. 127, and so on. A box is box_tokens rows of one
@@ -50,10 +50,12 @@ __device__ __noinline__ static void report_blocks(const AttentionProblem& p, int
 template <typename Config>
 class RingLoads {
  public:
+  static constexpr int kKeys = 0;  ///< slots
+  static constexpr int kValues = 1;
   static constexpr int kRowBytes = 128;
   static constexpr int kSlabBytes = Config::kChunkKeys * kRowBytes;
 
-  /// Fills the ring. `cursor`, `ring` and `full` are the warp's own.
+  /// Starts the loads of the first chunk. `cursor`, `ring` and `full` are the warp's own.
   __device__ __forceinline__ RingLoads(const DecodeSm90Params& params, const Cursor& first,
                                        int warp_in_team, LoadCursor& cursor, unsigned char* ring,
                                        MBarrier* full)
@@ -71,37 +73,36 @@ class RingLoads {
     }
     __syncwarp();
 #pragma unroll 1
-    for (int slot = -1; slot <= Config::kSlots; ++slot) {
-      look_ahead(params);  // the last time for the first chunk that finds no slot
-      if (slot < 0) {
-        take_next();
-      } else if (slot < Config::kSlots) {
-        issue(params, slot);
-      }
+    for (int ahead = 0; ahead < 3; ++ahead) {  // chunks
+      look_ahead(params);
+      if (ahead == 0) take_next();
+      if (ahead != 1) continue;
+      issue<kKeys>(params);
+      issue<kValues>(params);
     }
   }
 
-  /// Starts the next load, into `slot`, which the warp has read. Called by the whole warp.
-  __device__ __forceinline__ void issue(const DecodeSm90Params& params, int slot) {
+  /// Starts the load of K or V of the next chunk, where the warp has read the one before it. Called
+  /// by the whole warp.
+  template <int kSlot>
+  __device__ __forceinline__ void issue(const DecodeSm90Params& params) {
     if (!current_.exists) return;
     const bool good = current_.inside && current_.block_high == 0 &&
                       current_.block < static_cast<std::uint32_t>(params.num_blocks);
-    const bool bad = current_.inside && !good;
     const int boxes = __popc(__ballot_sync(kAllLanes, good));
-    const unsigned bit = 1u << slot;
-    wrong_slots_ = __any_sync(kAllLanes, bad) ? wrong_slots_ | bit : wrong_slots_ & ~bit;
-    if (lane_index() == 0) full_[slot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
+    if (lane_index() == 0) full_[kSlot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
     __syncwarp();
     if (good) {
-      load_box(ring_ + slot * Config::kSlotBytes + offset_, values_ ? params.v_map : params.k_map,
+      load_box(ring_ + kSlot * Config::kSlotBytes + offset_,
+               kSlot == kKeys ? params.k_map : params.v_map,
                {first_column_, current_.token, current_.kv_head, static_cast<int>(current_.block)},
-               full_[slot]);
+               full_[kSlot]);
     }
-    if (values_) {
-      if (bad && wrong_seq_ < 0) wrong_seq_ = current_.seq;
-      take_next();
-    }
-    values_ = !values_;
+    if (kSlot == kKeys) return;
+    const bool bad = current_.inside && !good;
+    wrong_ = __any_sync(kAllLanes, bad);
+    if (bad && wrong_seq_ < 0) wrong_seq_ = current_.seq;
+    take_next();
   }
 
   /// Looks one chunk further where a chunk was issued. Once for each chunk of the warp.
@@ -115,8 +116,8 @@ class RingLoads {
     if (wrong_seq_ >= 0) report_blocks(params.problem, wrong_seq_);
   }
 
-  /// The chunk in `slot` has a block id outside the pool.
-  __device__ bool wrong(int slot) const { return (wrong_slots_ >> slot & 1) != 0; }
+  /// The chunk in the slots has a block id outside the pool. Asked before its V is replaced.
+  __device__ bool wrong() const { return wrong_; }
 
  private:
   __device__ __forceinline__ void take_next() {
@@ -167,7 +168,8 @@ class RingLoads {
     ChunkRange slice;
 #pragma unroll 1
     while (slice.begin >= slice.end && !at.done()) {
-      if (at.advance(params)) at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
+      if (at.advance(params, at.work.cut))
+        at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
       if (!at.done()) slice = slice_of_group(at.num_chunks(), warp_);
     }
     __syncwarp();
@@ -183,9 +185,8 @@ class RingLoads {
   int first_token_;
   int first_column_;
   int offset_;
-  bool values_ = false;      ///< the next load is V
   bool wants_chunk_ = true;  ///< next_ has become current_
-  unsigned wrong_slots_ = 0;
+  bool wrong_ = false;
   int wrong_seq_ = -1;  ///< the first sequence with a wrong block id
   ChunkLoad current_;
   ChunkLoad next_;

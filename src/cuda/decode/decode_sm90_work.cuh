@@ -69,26 +69,30 @@ __device__ __forceinline__ SequenceWork sequence_work(const DecodeSm90Params& pa
 }
 
 /// A place in the line: the group at which a team (or the loads of a warp) stands.
-struct Cursor {
-  SequenceWork work;
+struct GroupPlace {
   int seq = 0;
   int head = 0;
   int group = 0;
   std::int64_t left = 0;  ///< from the group's begin to the end of the team's share
 
   __device__ bool done() const { return left <= 0; }
-  __device__ int num_chunks() const { return chunks_of_group(work.cut, group); }
 
-  /// To the next group. True where it is of another sequence, whose `work` the caller has to find.
-  __device__ __forceinline__ bool advance(const DecodeSm90Params& params) {
-    left -= group_cost(work.cut, group);
-    if (++group < work.cut.num_groups) return false;
+  /// To the next group. `cut` is that of `seq`. True where the next one is of another sequence.
+  __device__ __forceinline__ bool advance(const DecodeSm90Params& params, const DecodeCut& cut) {
+    left -= group_cost(cut, group);
+    if (++group < cut.num_groups) return false;
     group = 0;
     if (++head < params.heads_per_seq) return false;
     head = 0;
     ++seq;
     return left > 0;
   }
+};
+
+struct Cursor : GroupPlace {
+  SequenceWork work;  ///< of `seq`
+
+  __device__ int num_chunks() const { return chunks_of_group(work.cut, group); }
 };
 
 /// Where a team begins.
