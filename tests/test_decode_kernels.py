@@ -61,7 +61,7 @@ CASES = [
     ),
     *(
         cases.Paged(f"block_{block}_d{d}", _random_lengths(block, 6, 1500), None, block, 8, 2, d)
-        for block, d in itertools.product((8, 16, 24, 32, 48, 64, 128, 256), (128, 256))
+        for block, d in itertools.product((8, 16, 24, 32, 48, 64, 128, 256), (64, 128, 256))
     ),
     *(
         cases.Paged(f"q{q}_{name}", (40, 700, 3, 1300), q, 16, 8, 2, d, score=score)

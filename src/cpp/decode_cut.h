@@ -45,7 +45,7 @@ TILEDATTN_HOST_DEVICE Int ceil_div(Int a, Int b) {
 
 /// Keys of a chunk: one slot of a warp's ring holds K or V of them.
 TILEDATTN_HOST_DEVICE constexpr int decode_chunk_keys(std::int64_t dim) {
-  return dim <= 128 ? 32 : 16;
+  return dim <= 64 ? 64 : dim <= 128 ? 32 : 16;
 }
 
 /// The chunks of each group of a sequence with `num_chunks`. One sequence alone should give every

@@ -53,7 +53,7 @@ std::vector<Group> groups_of_team(const std::vector<DecodeCut>& cuts, int heads,
 }  // namespace
 
 TEST(groups_and_slices_cover_all_chunks_in_order) {
-  for (const int chunk_keys : {16, 32}) {
+  for (const int chunk_keys : {16, 32, 64}) {
     for (const int num_kv_heads : {1, 2, 8, 32, 200}) {
       for (const int begin : {0, 1, 40}) {
         for (const int length : kLengths) {
