@@ -59,8 +59,8 @@ constexpr std::int64_t workspace_counters_offset(std::int64_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
 
-/// Floats before the columns of a partial result of cuda_decode_sm90: m, l, the number of groups
-/// in it, and one unused.
+/// Floats before the columns of a partial result of cuda_decode_sm90: m, l and two that hold
+/// nothing.
 constexpr std::int64_t kDecodePartialHeader = 4;
 
 /// Before the partial results of the plain kernels, scratch holds a flag for each sequence.

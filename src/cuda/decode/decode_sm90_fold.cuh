@@ -64,7 +64,7 @@ template <typename Config>
 struct alignas(16) SliceBuffers {
   float o[kDecodeTeamWarps][Config::kTiles * 8][Config::kPassColumns];  ///< at swizzled(column)
   float2 ml[kDecodeTeamWarps][Config::kTiles * 8];                      ///< m, l
-  int last;  ///< this team brought the last group
+  int first_count;  ///< of a head whose last group this team brought: see bring()
 };
 
 /// The rows and columns of one thread in all folds.
@@ -123,7 +123,7 @@ class HeadResult {
         } else if (first_group_ == 0) {
           fold(total_[pass], part);
         } else {
-          store_partial(params, place, pass, group, part, 1);
+          store_partial(params, place, pass, group, part);
         }
       }
       member.sync();
@@ -139,13 +139,15 @@ class HeadResult {
     if (first_group_ == 0 && present_) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass)
-        store_partial(params, place, pass, 0, total_[pass], last_group + 1);
+        store_partial(params, place, pass, 0, total_[pass]);
     }
-    if (!bring(params, member, buffers, last_group + 1 - first_group_, num_groups)) return false;
+    const int first_count =
+        bring(params, member, buffers, last_group + 1 - first_group_, num_groups);
+    if (first_count == 0) return false;
     if (present_) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass)
-        total_[pass] = fold_partials(params, place, pass, num_groups);
+        total_[pass] = fold_partials(params, place, pass, first_count, num_groups);
     }
     return true;
   }
@@ -233,8 +235,7 @@ class HeadResult {
   }
 
   __device__ __forceinline__ void store_partial(const DecodeSm90Params& params, const Place& place,
-                                                int pass, int group, const PartOfRow& part,
-                                                int num_groups) const {
+                                                int pass, int group, const PartOfRow& part) const {
     float* const row = partials_ + group * group_stride_;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -242,73 +243,78 @@ class HeadResult {
       if (column < params.problem.head_dim_v)
         __stcg(reinterpret_cast<float4*>(row + kDecodePartialHeader + column), part.o[half]);
     }
-    if (pass == 0 && place.column == 0) {
-      __stcg(reinterpret_cast<float4*>(row),
-             make_float4(part.m, part.l, __int_as_float(num_groups), 0.0f));
-    }
+    if (pass == 0 && place.column == 0)
+      __stcg(reinterpret_cast<float4*>(row), make_float4(part.m, part.l, 0.0f, 0.0f));
   }
 
-  /// True in the team that brings the last group of a head. The stores of the whole team are seen
-  /// by it: one thread's release and acquire cover those that the team's barriers order around it.
-  __device__ __forceinline__ bool bring(const DecodeSm90Params& params, const TeamMember& member,
-                                        SliceBuffers<Config>& buffers, int count,
-                                        int num_groups) const {
+  /// Four floats that another block has written. The load stays where it stands: left alone, the
+  /// compiler waits for one partial result before it asks for the next.
+  __device__ __forceinline__ static float4 load_now(const float* at) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(at)
+                 : "memory");
+    return x;
+  }
+
+  /// In the team that brings the last group of a head: how many groups are folded into the partial
+  /// result of group 0. Else 0. The stores of the whole team are seen by it: one thread's release
+  /// and acquire cover those that the team's barriers order around it.
+  __device__ __forceinline__ int bring(const DecodeSm90Params& params, const TeamMember& member,
+                                       SliceBuffers<Config>& buffers, int count,
+                                       int num_groups) const {
+    static_assert(kMaxDecodeGroups < 1 << 16);
     member.sync();
     if (member.thread == 0) {
       std::uint32_t* const counter = params.counters + slot_;
+      // Groups in the lower half; in the upper one those that came together with group 0.
+      const std::uint32_t mine = first_group_ == 0 ? count << 16 | count : count;
       std::uint32_t before;
       asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                    : "=r"(before)
-                   : "l"(counter), "r"(count)
+                   : "l"(counter), "r"(mine)
                    : "memory");
-      const bool last = before + count == static_cast<std::uint32_t>(num_groups);
+      const std::uint32_t now = before + mine;
+      const bool last = (now & 0xffff) == static_cast<std::uint32_t>(num_groups);
       if (last) *counter = 0;  // for the next launch
-      buffers.last = last ? 1 : 0;
+      buffers.first_count = last ? static_cast<int>(now >> 16) : 0;
     }
     member.sync();
-    return buffers.last != 0;
+    return buffers.first_count;
   }
 
+  /// The partial results of all groups, of which the first `first_count` are one.
   __device__ __forceinline__ PartOfRow fold_partials(const DecodeSm90Params& params,
-                                                     const Place& place, int pass,
+                                                     const Place& place, int pass, int first_count,
                                                      int num_groups) const {
     constexpr int kAtOnce = Config::kTiles > 1 ? 4 : 8;  // what the registers hold
+    const int num_parts = num_groups - first_count + 1;
     PartOfRow total;
-    int next = 0;  // groups that are in `total`
 #pragma unroll 1
-    for (int first = 0; first < num_groups; first += kAtOnce) {
-      float4 headers[kAtOnce];
-      float4 columns[kAtOnce][2];
+    for (int first = 0; first < num_parts; first += kAtOnce) {
+      PartOfRow parts[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // Where a partial result stands for several groups, this reads what is in the places of the
-        // others and ignores it.
-        const int group = first + i < num_groups ? first + i : num_groups - 1;
+        const int part = first + i < num_parts ? first + i : num_parts - 1;
+        const int group = part == 0 ? 0 : part + first_count - 1;
         const float* const row = partials_ + group * group_stride_;
-        headers[i] = __ldcg(reinterpret_cast<const float4*>(row));
+        const float4 header = load_now(row);
+        parts[i].m = header.x;
+        parts[i].l = header.y;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int column = column_of(place, pass, half);
-          columns[i][half] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (column < params.problem.head_dim_v)
-            columns[i][half] =
-                __ldcg(reinterpret_cast<const float4*>(row + kDecodePartialHeader + column));
+          const int column = column_of(place, pass, half);  // past the last ones: any
+          parts[i].o[half] = load_now(
+              row + (column < params.problem.head_dim_v ? kDecodePartialHeader + column : 0));
         }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i != next || next >= num_groups) continue;
-        PartOfRow part;
-        part.m = headers[i].x;
-        part.l = headers[i].y;
-        part.o[0] = columns[i][0];
-        part.o[1] = columns[i][1];
-        if (next == 0) {
-          total = part;
-        } else {
-          fold(total, part);
-        }
-        next += __float_as_int(headers[i].z);
+        PartOfRow with = total;
+        fold(with, parts[i]);
+        if (first + i == 0) with = parts[i];  // its very bits
+        if (first + i < num_parts) total = with;
       }
     }
     return total;
