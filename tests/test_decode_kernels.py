@@ -248,6 +248,15 @@ def test_same_bits_whatever_the_workspace(head_dim, group, gpu):
             compare.same_bits(got, want, f"{nbytes} bytes")
 
 
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 255, 256, 257, 600])
+def test_any_number_of_sequences(count, kernels, gpu):
+    """Who does what is found in one way for few sequences and in another for many."""
+    lengths = np.random.default_rng(count).integers(0, 200, count)
+    lengths[count // 2] = 3000
+    data = cases.Paged("", tuple(map(int, lengths)), None, 16, 8, 2, 64).make("bfloat16")
+    compare.result_close(calls.run_paged(gpu, data), calls.want_paged(data), "bfloat16")
+
+
 def test_65536_sequences(kernels, gpu):
     rng = np.random.default_rng(0)
     count = 65536

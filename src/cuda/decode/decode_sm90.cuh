@@ -9,8 +9,9 @@
 // them in decode_sm90_fold.cuh. Lengths and block ids are checked where they are read; a fault
 // makes the rows of its sequence NaN.
 //
-// Barriers: one __syncthreads() pair while shares are found; from then on only those of a team, two
-// for each pass of a fold. A warp waits for nobody else's loads.
+// Barriers: one __syncthreads() pair while shares are found, where there are more than a few
+// sequences; from then on only those of a team, two for each pass of a fold. A warp waits for
+// nobody else's loads.
 #pragma once
 
 #include <cstddef>
@@ -50,9 +51,9 @@ template <typename Config>
 struct alignas(1024) DecodeSm90Shared {
   unsigned char ring[Config::kWarps][Config::kSlots][Config::kSlotBytes];
   SliceBuffers<Config> slices[Config::kTeams];
-  Share shares[Config::kTeams];
+  Share shares[Config::kWarps];  ///< of the warp's team; first.work is that of the sequence at hand
   LoadCursor cursors[Config::kWarps];
-  std::int64_t sums[Config::kWarps];
+  FindBuffers<Config::kTeams, Config::kWarps> find;
   MBarrier full[Config::kWarps][Config::kSlots];
 };
 
@@ -76,16 +77,28 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
                                              const TeamMember& member) {
   using Loads = RingLoads<Config>;
   const int warp = warp_index();
-  Share& share = shared.shares[member.team];
-  const SequenceWork& work = share.first.work;  // of the sequence at hand
+  Share& share = shared.shares[warp];
+  SequenceWork& work = share.first.work;  // of the sequence at hand
   SliceBuffers<Config>& buffers = shared.slices[member.team];
   MBarrier* const full = shared.full[warp];
   unsigned char* const keys = shared.ring[warp][Loads::kKeys];
   unsigned char* const values = shared.ring[warp][Loads::kValues];
+  {
+    const int team = static_cast<int>(blockIdx.x) * Config::kTeams + member.team;
+    Share found;
+    if (params.few_seqs) {
+      find_share_of_few<Config::kChunkKeys>(params, team, found);
+    } else {
+      find_share_of_many<Config::kChunkKeys>(params, team, shared.find, found);
+    }
+    if (lane_index() == 0) share = found;
+    __syncwarp();
+  }
+
+  GroupPlace at = share.first;
   Loads loads(params, share.first, member.warp, shared.cursors[warp], keys, full);
   std::uint32_t parity = 0;  // of the barriers of both slots
 
-  GroupPlace at = share.first;
   SliceState<Config> slice;
   HeadResult<Config> result;
   const FoldPlace<Config> place(member);
@@ -94,9 +107,9 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
   while (!at.done()) {
     if (new_sequence) {
       const SequenceWork next = sequence_work<Config::kChunkKeys>(params, at.seq);
-      member.sync();  // all warps are done with the last one
-      if (member.thread == 0) share.first.work = next;
-      member.sync();
+      __syncwarp();  // all lanes are done with the last one
+      if (lane_index() == 0) work = next;
+      __syncwarp();
     }
     const int seq = at.seq;
     const int kv_head = params.row_tiles.divide(at.head);
@@ -176,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   DecodeSm90Shared<Config>& shared = *reinterpret_cast<DecodeSm90Shared<Config>*>(shared_bytes);
-  touch_params<Config::kWarps>(params, shared.sums);
+  touch_params<Config::kWarps>(params, shared.find.costs);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
@@ -185,16 +198,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   fence_barrier_init();
   start_dependents();
   wait_for_predecessor();
-  if (params.short_line) {
-    find_shares<int, Config::kChunkKeys, Config::kTeams, Config::kWarps>(params, shared.shares,
-                                                                         shared.sums);
-  } else {
-    find_shares<std::int64_t, Config::kChunkKeys, Config::kTeams, Config::kWarps>(
-        params, shared.shares, shared.sums);
-  }
   const TeamMember member{warp_index() / kDecodeTeamWarps, warp_index() % kDecodeTeamWarps,
                           static_cast<int>(threadIdx.x) % TeamMember::kThreads};
   attend_share<Config>(params, shared, member);
+
 #endif
 }
 

@@ -21,7 +21,7 @@ struct DecodeSm90Params {
   AttentionProblem problem;
 
   float inverse_softcap = 0.0f;
-  bool short_line = false;     ///< all work together costs less than 2^31
+  bool few_seqs = false;       ///< a lane for each, and all their work costs less than 2^31
   bool short_lengths = false;  ///< lengths are int32 and say all: paged, sees_all
   unsigned max_len = 0;        ///< that a table holds
   bool sees_all = false;       ///< each query token sees all keys of its sequence

@@ -3,15 +3,16 @@
 //
 // The work stands in one line (decode_cut.h): sequence after sequence, in it head after head (a KV
 // head and a tile of rows), in it group after group. Each team takes what begins in its share.
-// Where a share begins is found by the whole block: each thread adds up the costs of some
-// sequences, a scan over the block gives where they begin, and the thread that holds the place
-// looks closer.
+// Where a share begins is found by each warp alone, or by the whole block where there are many
+// sequences: each thread adds up the costs of some, a scan gives where they begin, and all look
+// closer at the place that one of them holds.
 //
 // Everything here takes the kernel's own parameters and is inlined: they then are operands of
 // instructions, where a function called with their address would load each of them from memory.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "common/softmax_state.cuh"
@@ -95,123 +96,159 @@ struct Cursor : GroupPlace {
   __device__ int num_chunks() const { return chunks_of_group(work.cut, group); }
 };
 
-/// Where a team begins.
+/// What a team does: the groups that begin in its share of the line.
 struct Share {
   Cursor first;
   std::int64_t end;    ///< in the line
   std::int64_t total;  ///< length of the line
 };
 
-/// The place at which a share begins, given the sequence in which it does, which itself begins at
-/// `base`. True where it is the begin of the next sequence. Int: a type for places in the line.
+/// Sets share.end, and gives where the share of `team` begins. Int: a type for places in the line.
 template <typename Int>
-__device__ __forceinline__ bool find_in_sequence(const DecodeSm90Params& params, int b,
-                                                 const SequenceWork& work, Int base, Int from,
-                                                 Int end, Cursor& at) {
-  const auto cost = static_cast<unsigned>(head_cost(work.cut));
-  at.work = work;
-  at.seq = b;
-  at.head = static_cast<int>(static_cast<std::make_unsigned_t<Int>>(from - base) / cost);
-  const Int head_begin = base + static_cast<Int>(at.head) * static_cast<Int>(cost);
-  at.group = first_group_from(work.cut, from - head_begin);
-  at.left = end - (head_begin + static_cast<Int>(at.group) * (work.cut.group_chunks + 1));
-  if (at.group < work.cut.num_groups) return false;
-  at.group = 0;
-  at.left = end - (head_begin + static_cast<Int>(cost));
-  if (++at.head < params.heads_per_seq) return false;
-  at.head = 0;
-  at.seq = b + 1;
-  return true;
+__device__ __forceinline__ Int begin_of_share(const DecodeSm90Params& params, int team,
+                                              Share& share) {
+  if (team >= params.num_teams) return share.end = 0;  // a block may have one too many
+  const Int total = static_cast<Int>(share.total);
+  Int each;
+  if constexpr (sizeof(Int) == 4) {
+    each = params.teams.divide(total);
+  } else {
+    each = total / params.num_teams;
+  }
+  const int rest = static_cast<int>(total - each * params.num_teams);
+  share.end = each * (team + 1) + params.teams.divide(rest * (team + 1));
+  return each * team + params.teams.divide(rest * team);
 }
 
-/// Fills shares[0 .. kTeams - 1] of this block. Called by the whole block; barriers inside, the
-/// last one after `shares` is written. `sums` holds one number for each warp. Int: a type for
-/// places in the line, which the host chooses by the most work there can be.
-template <typename Int, int kChunkKeys, int kTeams, int kWarps>
-__device__ __forceinline__ void find_shares(const DecodeSm90Params& params, Share* shares,
-                                            std::int64_t* sums) {
-  constexpr int kThreads = kWarps * kWarpSize;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int num_seqs = static_cast<int>(params.problem.num_seqs);
-  const int each = (num_seqs + kThreads - 1) / kThreads;
-  const int first = thread * each < num_seqs ? thread * each : num_seqs;
-  const int last = first + each < num_seqs ? first + each : num_seqs;
+/// share.first.work is that of sequence `seq`, which begins in the line at `seq_begin`. The rest of
+/// share.first becomes the group that begins `offset` or more after that. False where the sequence
+/// has none.
+template <typename Int>
+__device__ __forceinline__ bool find_group(const DecodeSm90Params& params, int seq, Int seq_begin,
+                                           Int offset, Share& share) {
+  Cursor& at = share.first;
+  const auto cost = static_cast<unsigned>(head_cost(at.work.cut));
+  at.seq = seq;
+  at.head = static_cast<int>(static_cast<std::make_unsigned_t<Int>>(offset) / cost);
+  Int head_begin = static_cast<Int>(cost) * at.head;
+  at.group = first_group_from(at.work.cut, offset - head_begin);
+  if (at.group == at.work.cut.num_groups) {
+    at.group = 0;
+    ++at.head;
+    head_begin += static_cast<Int>(cost);
+  }
+  at.left = share.end - seq_begin - head_begin - at.group * (at.work.cut.group_chunks + 1);
+  return at.head < params.heads_per_seq;
+}
 
-  SequenceWork work;
-  int work_of = -1;  // the sequence looked at last
-  Int mine = 0;
-  Int begin = 0;
-  Int total = 0;
-  Int from = 0;
-  Int end = 0;
-  // Round 0 adds up; each later one looks for the begin of one team.
-#pragma unroll 1
-  for (int round = 0; round <= kTeams; ++round) {
-    const bool looks = round > 0 && from >= begin && from < begin + mine && from < end;
-    Int base = begin;
-    bool found = false;
-#pragma unroll 1
-    for (int b = first; (round == 0 && b < last) || (looks && !found); ++b) {
-      if (work_of != b) work = sequence_work<kChunkKeys>(params, b);
-      work_of = b;
-      const Int cost = static_cast<Int>(head_cost(work.cut)) * params.heads_per_seq;
-      if (round == 0) {
-        mine += cost;
-        continue;
-      }
-      if (from >= base + cost) {
-        base += cost;
-        continue;
-      }
-      Share& share = shares[round - 1];
-      share.end = end;
-      share.total = total;
-      Cursor at;
-      if (from <= base) {  // the very begin, of this or of the last one's follower
-        at.work = work;
-        at.seq = b;
-        at.left = end - base;
-        found = true;
-      } else {
-        const bool next = find_in_sequence<Int>(params, b, work, base, from, end, at);
-        found = !next || at.done();
-        from = base += cost;  // where the next sequence begins, if it is that
-      }
-      share.first = at;
-    }
-    if (round == 0) {
-      Int through = mine;
+/// The numbers of a struct of 32-bit words that lane `from` holds.
+template <typename Words>
+__device__ __forceinline__ Words broadcast(const Words& mine, int from) {
+  constexpr int kWords = sizeof(Words) / 4;
+  std::uint32_t words[kWords];
+  memcpy(words, &mine, sizeof(Words));
 #pragma unroll
-      for (int step = 1; step < kWarpSize; step *= 2) {
-        const Int before = __shfl_up_sync(kAllLanes, through, step);
-        if (lane_index() >= step) through += before;
-      }
-      if (lane_index() == kWarpSize - 1) sums[warp_index()] = through;
-      if (thread < kTeams) shares[thread].first.left = 0;
-      __syncthreads();
-      begin = through - mine;
+  for (int i = 0; i < kWords; ++i) words[i] = __shfl_sync(kAllLanes, words[i], from);
+  Words theirs;
+  memcpy(&theirs, words, sizeof(Words));
+  return theirs;
+}
+
+/// The sum of `x` over this lane and those before it.
+template <typename Int>
+__device__ __forceinline__ Int sum_of_lanes(Int x) {
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        const Int sum = static_cast<Int>(sums[warp]);
-        if (warp < warp_index()) begin += sum;
-        total += sum;
-      }
-    }
-    const int team = static_cast<int>(blockIdx.x) * kTeams + round;
-    from = end = 0;
-    if (round < kTeams && team < params.num_teams) {
-      Int whole;
-      if constexpr (sizeof(Int) == 4) {
-        whole = params.teams.divide(total);
-      } else {
-        whole = total / params.num_teams;
-      }
-      const int rest = static_cast<int>(total - whole * params.num_teams);
-      from = whole * team + params.teams.divide(rest * team);
-      end = whole * (team + 1) + params.teams.divide(rest * (team + 1));
-    }
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const Int before = __shfl_up_sync(kAllLanes, x, step);
+    if (lane_index() >= step) x += before;
+  }
+  return x;
+}
+
+/// Finds the share of `team`, in all lanes of a warp, which asks nobody else: for no more sequences
+/// than lanes, and a line shorter than 2^31.
+template <int kChunkKeys>
+__device__ __forceinline__ void find_share_of_few(const DecodeSm90Params& params, int team,
+                                                  Share& share) {
+  const int num_seqs = static_cast<int>(params.problem.num_seqs);
+  Cursor& at = share.first;
+  int seq = lane_index() < num_seqs ? lane_index() : num_seqs - 1;
+  const SequenceWork mine = sequence_work<kChunkKeys>(params, seq);
+  const int cost = static_cast<int>(head_cost(mine.cut)) * params.heads_per_seq;
+  int seq_begin = 0;
+  share.total = cost;
+  at.work = mine;
+  if (num_seqs > 1) {
+    const int seq_end = sum_of_lanes(lane_index() < num_seqs ? cost : 0);
+    share.total = __shfl_sync(kAllLanes, seq_end, kWarpSize - 1);
+    const int from = begin_of_share<int>(params, team, share);
+    seq = __ffs(static_cast<int>(__ballot_sync(kAllLanes, from < seq_end))) - 1;
+    seq_begin = __shfl_sync(kAllLanes, seq_end - cost, seq);
+    at.work = broadcast(mine, seq);
+  }
+  const int from = begin_of_share<int>(params, team, share);
+  if (find_group<int>(params, seq, seq_begin, from - seq_begin, share) || at.done()) return;
+  at.head = 0;  // of the next sequence
+  at.work = broadcast(mine, ++at.seq);
+}
+
+/// What the threads of a block tell each other in find_share_of_many().
+template <int kTeams, int kWarps>
+struct FindBuffers {
+  std::int64_t costs[kWarps];   ///< of all the sequences of a warp
+  std::int64_t begins[kTeams];  ///< of seqs[] in the line
+  int seqs[kTeams];             ///< where the threads that hold the begins of shares start
+};
+
+/// Finds the share of `team`, one of this block's, in all threads of the block, of which each adds
+/// up the costs of some sequences. Called by the whole block.
+template <int kChunkKeys, int kTeams, int kWarps>
+__device__ __forceinline__ void find_share_of_many(const DecodeSm90Params& params, int team,
+                                                   FindBuffers<kTeams, kWarps>& buffers,
+                                                   Share& share) {
+  constexpr unsigned kThreads = kWarps * kWarpSize;
+  const int num_seqs = static_cast<int>(params.problem.num_seqs);
+  const int each = static_cast<int>((static_cast<unsigned>(num_seqs) + kThreads - 1) / kThreads);
+  const int thread = static_cast<int>(threadIdx.x);
+  int seq = thread * each < num_seqs ? thread * each : num_seqs;
+  const int last = seq + each < num_seqs ? seq + each : num_seqs;
+  std::int64_t mine = 0;
+#pragma unroll 1
+  for (int b = seq; b < last; ++b) mine += head_cost(sequence_work<kChunkKeys>(params, b).cut);
+  mine *= params.heads_per_seq;
+  std::int64_t end = sum_of_lanes(mine);  // of this thread's sequences
+  if (lane_index() == kWarpSize - 1) buffers.costs[warp_index()] = end;
+  __syncthreads();
+  share.total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp == warp_index()) end += share.total;
+    share.total += buffers.costs[warp];
+  }
+  const int first_team = team / kTeams * kTeams;
+#pragma unroll 1
+  for (int i = 0; i < kTeams; ++i) {
+    const auto from = begin_of_share<std::int64_t>(params, first_team + i, share);
+    if (from < end - mine || from >= end) continue;
+    buffers.seqs[i] = seq;
+    buffers.begins[i] = end - mine;
   }
   __syncthreads();
+  auto from = begin_of_share<std::int64_t>(params, team, share);
+  std::int64_t seq_begin = buffers.begins[team - first_team];
+  Cursor& at = share.first;
+#pragma unroll 1
+  for (seq = buffers.seqs[team - first_team]; seq_begin < share.end; ++seq) {
+    at.work = sequence_work<kChunkKeys>(params, seq);
+    const std::int64_t seq_end = seq_begin + head_cost(at.work.cut) * params.heads_per_seq;
+    if (from < seq_end) {
+      const bool found = find_group<std::int64_t>(params, seq, seq_begin, from - seq_begin, share);
+      if (found || at.done()) return;
+      from = seq_end;
+    }
+    seq_begin = seq_end;
+  }
+  at.left = 0;
 }
 
 }  // namespace tiledattn::cuda
