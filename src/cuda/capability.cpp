@@ -4,7 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <string>
+#include <string_view>
 
 #include "cuda_check.h"
 #include "plan.h"
@@ -14,39 +17,59 @@ namespace tiledattn::cuda {
 
 namespace {
 
-std::string kernels_wanted() {
+std::string_view kernels_wanted() {
   const char* const text = std::getenv("TILEDATTN_CUDA_KERNELS");
-  const std::string wanted = text == nullptr || *text == 0 ? "best" : text;
+  const std::string_view wanted = text == nullptr || *text == 0 ? "best" : text;
   if (wanted == "best" || wanted == "portable" || wanted == "plain") return wanted;
-  throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + wanted +
+  throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + std::string(wanted) +
                    "'; expected best, portable or plain");
 }
 
 int attribute(cudaDeviceAttr which, const char* name, int device) {
   int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device),
-        std::string("cudaDeviceGetAttribute of ") + name);
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute", name);
   return value;
 }
+
+/// What never changes about a device, asked once.
+struct DeviceFacts {
+  int capability = 0;  ///< 10 * major + minor
+  int multiprocessors = 0;
+};
+
+const DeviceFacts& facts(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceFacts> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  DeviceFacts& known = all[device];
+  if (known.capability == 0) {
+    known.multiprocessors =
+        attribute(cudaDevAttrMultiProcessorCount, "MultiProcessorCount", device);
+    known.capability =
+        10 * attribute(cudaDevAttrComputeCapabilityMajor, "ComputeCapabilityMajor", device) +
+        attribute(cudaDevAttrComputeCapabilityMinor, "ComputeCapabilityMinor", device);
+  }
+  return known;
+}
+
+/// Built for other architectures, the kernels of sm_90a are empty.
+constexpr bool kHasSm90a =
+    std::string_view(TILEDATTN_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
 
 }  // namespace
 
 int compute_capability(int device) {
-  const std::string wanted = kernels_wanted();
+  const std::string_view wanted = kernels_wanted();
   if (wanted == "plain") return 0;
   if (wanted == "portable") return kPortableCapability;
-  const int found =
-      10 * attribute(cudaDevAttrComputeCapabilityMajor, "ComputeCapabilityMajor", device) +
-      attribute(cudaDevAttrComputeCapabilityMinor, "ComputeCapabilityMinor", device);
-  // Built for other architectures, the kernels of sm_90a are empty.
-  const bool has_sm90a = std::string(TILEDATTN_CUDA_ARCHITECTURES).find("90a") != std::string::npos;
-  return found == 90 && has_sm90a ? found : 0;
+  const int found = facts(device).capability;
+  return found == 90 && kHasSm90a ? found : 0;
 }
 
 int num_multiprocessors() {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  return attribute(cudaDevAttrMultiProcessorCount, "MultiProcessorCount", device);
+  return facts(device).multiprocessors;
 }
 
 }  // namespace tiledattn::cuda

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
+#include "common/shared_limit.h"
 #include "cuda_check.h"
 
 namespace tiledattn::cuda {
@@ -33,11 +33,8 @@ template <typename Params>
 void launch(void (*kernel)(Params), const char* name, const LaunchShape& shape,
             const Params& params, cudaStream_t stream) {
   if (shape.blocks <= 0) return;
-  if (shape.shared_bytes > kDefaultSharedBytes) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shape.shared_bytes)),
-          std::string("cudaFuncSetAttribute for ") + name);
-  }
+  if (shape.shared_bytes > kDefaultSharedBytes)
+    allow_shared_bytes(reinterpret_cast<const void*>(kernel), name, shape.shared_bytes);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(shape.blocks, kMaxBlocks)));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
@@ -50,7 +47,7 @@ void launch(void (*kernel)(Params), const char* name, const LaunchShape& shape,
     config.attrs = &overlap;
     config.numAttrs = 1;
   }
-  check(cudaLaunchKernelEx(&config, kernel, params), std::string("launch of ") + name);
+  check(cudaLaunchKernelEx(&config, kernel, params), "launch", name);
 }
 
 }  // namespace tiledattn::cuda
