@@ -129,7 +129,7 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
         yield run(tool, command, log_dir, 250, env)
     demo = [python, "-m", "tiledattn.cli", "demo", "--device", "cuda", "--random-weights", "0", "--verify"]
     yield run("demo", [*demo, "--tokens", "32"], log_dir, 200, env)
-    yield run("pytest-cpu", [*pytest, "-m", "not gpu"], log_dir, 400, env)
+    yield run("pytest-cpu", [*pytest, *side_by_side, "-m", "not gpu"], log_dir, 400, env)
 
 
 def main() -> int:

@@ -150,29 +150,38 @@ __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
   }
 }
 
-/// q . k of this lane's key for each of the warp's rows.
+/// q . k of this lane's key for each of the warp's rows. Sums of one sign lose a bit of their last
+/// places with each addition, so wide heads are summed in parts.
 template <typename Config>
 __device__ void make_dots(const AttendShared<Config>& shared, int first_row, int head_dim,
                           float (&dots)[Config::kRowsPerWarp]) {
-  float4 sums[Config::kRowsPerWarp];
-#pragma unroll
-  for (int i = 0; i < Config::kRowsPerWarp; ++i) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  constexpr int kPart = 64;
   const float* const key = shared.k[lane_index()];
+#pragma unroll
+  for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = 0.0f;
+#pragma unroll 1
+  for (int part = 0; part < head_dim; part += kPart) {
+    const int end = min(part + kPart, head_dim);
+    float4 sums[Config::kRowsPerWarp];
+#pragma unroll
+    for (int i = 0; i < Config::kRowsPerWarp; ++i) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 2
-  for (int d = 0; d < head_dim; d += 4) {
-    const float4 k = *reinterpret_cast<const float4*>(key + d);
+    for (int d = part; d < end; d += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(key + d);
+#pragma unroll
+      for (int i = 0; i < Config::kRowsPerWarp; ++i) {
+        const float4 q = *reinterpret_cast<const float4*>(&shared.q[first_row + i][d]);
+        sums[i].x = fmaf(q.x, k.x, sums[i].x);
+        sums[i].y = fmaf(q.y, k.y, sums[i].y);
+        sums[i].z = fmaf(q.z, k.z, sums[i].z);
+        sums[i].w = fmaf(q.w, k.w, sums[i].w);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < Config::kRowsPerWarp; ++i) {
-      const float4 q = *reinterpret_cast<const float4*>(&shared.q[first_row + i][d]);
-      sums[i].x = fmaf(q.x, k.x, sums[i].x);
-      sums[i].y = fmaf(q.y, k.y, sums[i].y);
-      sums[i].z = fmaf(q.z, k.z, sums[i].z);
-      sums[i].w = fmaf(q.w, k.w, sums[i].w);
+      const float pairs = __fadd_rn(sums[i].x, sums[i].y);
+      dots[i] = __fadd_rn(dots[i], __fadd_rn(pairs, __fadd_rn(sums[i].z, sums[i].w)));
     }
-  }
-#pragma unroll
-  for (int i = 0; i < Config::kRowsPerWarp; ++i) {
-    dots[i] = __fadd_rn(__fadd_rn(sums[i].x, sums[i].y), __fadd_rn(sums[i].z, sums[i].w));
   }
 }
 
