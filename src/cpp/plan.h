@@ -102,9 +102,6 @@ TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64
   return {begin, detail::min64(begin + keys, visible.end)};
 }
 
-/// The capability that asks for the portable kernel.
-constexpr int kPortableCapability = 80;
-
 /// Throws ValueError naming `workspace` when its bytes do not hold one sequence, or, on a GPU with
 /// packed q, all. The compute capability is 90 for 9.0; with 0 only the plain kernels are chosen.
 Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes,

@@ -3,24 +3,28 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
 
 #include "cuda_check.h"
-#include "plan.h"
 #include "tiledattn/error.h"
 
 namespace tiledattn::cuda {
 
 namespace {
 
-std::string_view kernels_wanted() {
+/// The most that TILEDATTN_CUDA_KERNELS allows.
+int capability_wanted() {
   const char* const text = std::getenv("TILEDATTN_CUDA_KERNELS");
   const std::string_view wanted = text == nullptr || *text == 0 ? "best" : text;
-  if (wanted == "best" || wanted == "portable" || wanted == "plain") return wanted;
+  if (wanted == "best") return std::numeric_limits<int>::max();
+  if (wanted == "portable") return 80;
+  if (wanted == "plain") return 0;
   throw ValueError("TILEDATTN_CUDA_KERNELS: got '" + std::string(wanted) +
                    "'; expected best, portable or plain");
 }
@@ -59,11 +63,9 @@ constexpr bool kHasSm90a =
 }  // namespace
 
 int compute_capability(int device) {
-  const std::string_view wanted = kernels_wanted();
-  if (wanted == "plain") return 0;
-  if (wanted == "portable") return kPortableCapability;
+  const int wanted = capability_wanted();
   const int found = facts(device).capability;
-  return found == 90 && kHasSm90a ? found : 0;
+  return std::min(wanted, found == 90 && !kHasSm90a ? 80 : found);
 }
 
 int num_multiprocessors() {

@@ -196,8 +196,9 @@ AttentionProblem paged_for_sm90() {
 
 TEST(the_hopper_kernel_by_shape) {
   CHECK(kernel_on(90, paged_for_sm90()) == Kernel::cuda_decode_sm90);
-  CHECK(kernel_on(80, paged_for_sm90()) == Kernel::cuda_decode_portable);
-  for (const int capability : {0, 75, 89, 100, 120})
+  for (const int capability : {80, 89, 100, 120})
+    CHECK(kernel_on(capability, paged_for_sm90()) == Kernel::cuda_decode_portable);
+  for (const int capability : {0, 75})
     CHECK(kernel_on(capability, paged_for_sm90()) == Kernel::cuda_decode_plain);
   CHECK(make_plan(paged_for_sm90(), {}, kBytes, 90).kernel == Kernel::cpu_decode);
 
@@ -207,13 +208,13 @@ TEST(the_hopper_kernel_by_shape) {
     return kernel_on(90, p);
   };
   CHECK(with([](auto& p) { p.q_len = 16; }) == Kernel::cuda_decode_sm90);
-  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_plain);
+  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_portable);
   CHECK(with([](auto& p) { p.block_size = 24; }) == Kernel::cuda_decode_sm90);
-  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_portable);
   CHECK(with([](auto& p) { p.q.dtype = DType::float32; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.head_dim = 100; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.k.token_stride = 1028; }) == Kernel::cuda_decode_plain);
-  CHECK(with([](auto& p) { p.v.head_stride = 0; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.v.head_stride = 0; }) == Kernel::cuda_decode_portable);
   CHECK(with([](auto& p) { p.q.head_stride = 129; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.softcap = 1e-35f; }) == Kernel::cuda_decode_plain);
   CHECK(with([](auto& p) { p.table_width = std::int64_t{1} << 30; }) == Kernel::cuda_decode_plain);
@@ -295,7 +296,7 @@ TEST(hopper_prefill_where_tma_reaches_every_array) {
   CHECK(kernel_on(90, good) == Kernel::cuda_prefill_sm90);
   CHECK(kernel_on(0, good) == Kernel::cuda_prefill_plain);
   CHECK(kernel_on(80, good) == Kernel::cuda_prefill_portable);
-  CHECK(kernel_on(100, good) == Kernel::cuda_prefill_plain);
+  CHECK(kernel_on(100, good) == Kernel::cuda_prefill_portable);
   CHECK(kernel_on(90, dense(2, kMaxDecodeTokens, 128)) != Kernel::cuda_prefill_sm90);
   CHECK(make_plan(good, {}, kBytes, 0).kernel == Kernel::cpu_prefill);
 
@@ -305,20 +306,21 @@ TEST(hopper_prefill_where_tma_reaches_every_array) {
     return kernel_on(90, p);
   };
   const Kernel plain = Kernel::cuda_prefill_plain;
+  const Kernel portable = Kernel::cuda_prefill_portable;
   using P = AttentionProblem;
   CHECK(with([](P& p) { p.q.dtype = p.out.dtype = DType::float32; }) == plain);
   CHECK(with([](P& p) { p.head_dim = 100; }) == plain);
   CHECK(with([](P& p) { p.head_dim_v = 4; }) == plain);
-  CHECK(with([](P& p) { p.dense_kv_len = 0; }) == plain);
-  CHECK(with([](P& p) { p.dense_kv_len = std::int64_t{1} << 29; }) == plain);
+  CHECK(with([](P& p) { p.dense_kv_len = 0; }) == portable);
+  CHECK(with([](P& p) { p.dense_kv_len = std::int64_t{1} << 29; }) == portable);
   CHECK(with([](P& p) { p.num_q_heads = p.num_kv_heads = std::int64_t{1} << 29; }) == plain);
   CHECK(with([](P& p) { p.num_seqs = std::int64_t{1} << 26; }) == plain);  // too many tiles
   CHECK(with([](P& p) { p.q.token_stride += 4; }) == plain);
-  CHECK(with([](P& p) { p.k.head_stride = 0; }) == plain);
-  CHECK(with([](P& p) { p.v.block_stride = -p.v.block_stride; }) == plain);
+  CHECK(with([](P& p) { p.k.head_stride = 0; }) == portable);
+  CHECK(with([](P& p) { p.v.block_stride = -p.v.block_stride; }) == portable);
   CHECK(with([](P& p) { p.k.data = reinterpret_cast<const void*>(8); }) == plain);
-  CHECK(with([](P& p) { p.out.head_stride = 1; }) == plain);
-  CHECK(with([](P& p) { p.key_source = KeySource::paged; }) == plain);
+  CHECK(with([](P& p) { p.out.head_stride = 1; }) == portable);
+  CHECK(with([](P& p) { p.key_source = KeySource::paged; }) == portable);
 }
 
 TEST(hopper_prefill_ignores_strides_that_are_never_used) {
