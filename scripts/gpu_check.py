@@ -119,8 +119,8 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     workers = str(max(1, min(12, (os.cpu_count() or 1) - 2)))
     side_by_side = ["-n", workers, "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
     others = [*on_gpu, *side_by_side, *(f"--ignore={path}" for path in alone)]
-    # The workers fill the cores; threads of NumPy's own would only wait for each other.
-    beside = dict(env, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    # The workers fill the cores; more threads in each would only wait for each other.
+    beside = dict(env, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TILEDATTN_NUM_THREADS="2")
     yield run("pytest-gpu", others, log_dir, 400, beside)
     if quick:
         return

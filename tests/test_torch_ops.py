@@ -15,6 +15,7 @@ import quantised
 import reference
 
 torch = pytest.importorskip("torch")
+importlib.import_module("torch._dynamo.testing")
 tt = importlib.import_module("tiledattn.torch")
 
 FLASH = cases.Flash("", q_len=9, kv_len=21, head_dim=16, score=cases.Score(True, (11, None), 5.0, True, 0.2))
