@@ -5,6 +5,7 @@
     python benchmarks/bench_forward.py --out benchmarks/results/forward.json  # and keep it
     python benchmarks/bench_forward.py --cells d128 --contestants tiledattn,torch-cudnn
     python benchmarks/bench_forward.py --kernels portable --contestants tiledattn,torch-flash
+    python benchmarks/bench_forward.py --cells causal --contestants tiledattn,tiledattn-p16,tiledattn-p64
 
 A GPU at its power limit changes its clock all the time, so only neighbours in time can be compared: after a
 pre-heat every cell times its contestants in slices of some milliseconds, in a new random order each round; a
@@ -112,6 +113,34 @@ def tiledattn(inputs: Inputs) -> Run:
     return lambda: ta.flash_attention(q, k, v, causal=causal, out=out)
 
 
+def _paged(inputs: Inputs, block_size: int) -> Run:
+    """The same keys in blocks of a paged cache, in random order."""
+    cell = inputs.cell
+    if not cell.causal:
+        raise ValueError("prefill over a paged cache is timed with a causal mask")
+    num_blocks = inputs.k.shape[0] * inputs.k.shape[1] // block_size
+    places = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def pool_of(x: torch.Tensor) -> torch.Tensor:
+        blocks = x.reshape(num_blocks, block_size, *x.shape[2:])
+        return torch.empty_like(blocks).index_copy_(0, places, blocks)
+
+    table = places.to(torch.int32).view(cell.batch, -1)
+    seq_lens = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device="cuda")
+    k_pool, v_pool, out = pool_of(inputs.k), pool_of(inputs.v), torch.empty_like(inputs.q)
+    return lambda: ta.paged_attention(inputs.q, k_pool, v_pool, table, seq_lens, causal=True, out=out)
+
+
+def tiledattn_p16(inputs: Inputs) -> Run:
+    """This library, blocks of 16 tokens."""
+    return _paged(inputs, 16)
+
+
+def tiledattn_p64(inputs: Inputs) -> Run:
+    """This library, blocks of 64 tokens."""
+    return _paged(inputs, 64)
+
+
 def _sdpa(inputs: Inputs, backend: SDPBackend) -> Run:
     cell = inputs.cell
     # Heads first, contiguous: the layout that torch's own kernels like best.
@@ -153,6 +182,8 @@ def flash_attention_3(inputs: Inputs) -> Run:
 
 CONTESTANTS: dict[str, Callable[[Inputs], Run]] = {
     "tiledattn": tiledattn,
+    "tiledattn-p16": tiledattn_p16,
+    "tiledattn-p64": tiledattn_p64,
     "torch-cudnn": torch_cudnn,
     "torch-flash": torch_flash,
     "flash-attn-3": flash_attention_3,
@@ -261,10 +292,15 @@ def measure(cell: Cell, names: list[str], rounds: int, slice_s: float) -> dict:
     }
 
 
+def is_peer(name: str) -> bool:
+    """Whether a contestant is another library."""
+    return not name.startswith("tiledattn")
+
+
 def row(result: dict, names: list[str]) -> str:
     """One line of the table; the last column is this library over the best of the others."""
     tflops = {name: x["median"] for name, x in result["tflops"].items()}
-    others = [x for name, x in tflops.items() if name != "tiledattn"]
+    others = [x for name, x in tflops.items() if is_peer(name)]
     ratio = f"{tflops['tiledattn'] / max(others):.2f}" if others and "tiledattn" in tflops else "-"
     figures = "".join(f"{tflops[name]:>14.0f}" if name in tflops else f"{'-':>14}" for name in names)
     return f"{result['cell']['name']:<28}{figures}{ratio:>8}"
@@ -295,9 +331,10 @@ def table_row(result: dict) -> dict[str, str]:
     row = {"cell": result["cell"]["name"]}
     asked = [name for name in CONTESTANTS if name in medians or name in result["skipped"]]
     row |= {f"{name}, TFLOP/s": f"{medians[name]:.0f}" if name in medians else "-" for name in asked}
-    peers = [rate for name, rate in medians.items() if name != "tiledattn"]
+    peers = [rate for name, rate in medians.items() if is_peer(name)]
     compared = peers and "tiledattn" in medians
-    row["tiledattn / best peer"] = f"{medians['tiledattn'] / max(peers):.2f}" if compared else "-"
+    if any(is_peer(name) for name in asked):
+        row["tiledattn / best peer"] = f"{medians['tiledattn'] / max(peers):.2f}" if compared else "-"
     return row
 
 

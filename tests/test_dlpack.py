@@ -335,7 +335,9 @@ def test_other_byte_order_is_refused():
         ta.flash_attention(q, k.astype(">f4"), v)
 
 
-@pytest.mark.parametrize("bad", [3, "q", [1.0], object(), b"bytes", np.float32(3)], ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize(
+    "bad", [3, "q", [1.0], object(), b"bytes", np.float32(3)], ids=lambda bad: type(bad).__name__
+)
 def test_what_is_no_array(bad):
     q, _, v = _qkv()
     with pytest.raises((TypeError, ValueError), match="k"):

@@ -116,8 +116,9 @@ void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, P
   plan.counters_offset = workspace_counters_offset(workspace_bytes);
 }
 
-/// The Hopper prefill kernel: 16-bit types, dense or packed, whose arrays TMA can reach. Lengths,
-/// windows and numbers of tiles are 32-bit in the kernel.
+/// The Hopper prefill kernel: 16-bit types, whose arrays TMA can reach; dense, packed, or paged
+/// where token i sees all keys up to its own position, in pieces of blocks of 8 tokens or more.
+/// Lengths, windows and numbers of tiles are 32-bit in the kernel.
 bool fits_prefill_sm90(const AttentionProblem& p) {
   if (p.quantized()) return false;  // the plain kernels alone read scales
   constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
@@ -125,24 +126,30 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
   constexpr std::int64_t kFewestRows = 64;  // of a tile
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
   const bool packed = p.packed_q();
-  if (p.key_source != (packed ? KeySource::packed : KeySource::dense)) return false;
+  const bool paged = p.key_source == KeySource::paged;
+  if (!paged && p.key_source != (packed ? KeySource::packed : KeySource::dense)) return false;
+  if (paged && (!p.causal || p.window_left != kNoWindow || p.block_size % 8 != 0)) return false;
+  if (paged && p.num_blocks < 1) return false;
   if (p.kv_positions.given()) return false;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;
 
   const std::int64_t batch = packed ? 1 : p.num_seqs;
   const std::int64_t q_rows = packed ? p.total_q : p.q_len;
-  const std::int64_t key_rows = packed ? p.total_k : p.dense_kv_len;
+  const std::int64_t key_rows = paged    ? p.table_width * p.block_size
+                                : packed ? p.total_k
+                                         : p.dense_kv_len;
   if (p.num_seqs < 1 || q_rows < 1 || key_rows < 1 || p.num_q_heads < 1) return false;
   if (p.num_seqs >= kMaxLength || q_rows >= kMaxLength || key_rows >= kMaxLength ||
-      p.num_q_heads >= kMaxLength)
+      p.num_q_heads >= kMaxLength || p.num_blocks >= kMaxLength)
     return false;
   const double tiles = static_cast<double>(q_rows / kFewestRows + 1 + (packed ? p.num_seqs : 0)) *
                        static_cast<double>(batch) * static_cast<double>(p.num_q_heads);
   if (tiles >= static_cast<double>(kMaxTiles)) return false;
 
   const auto keys_fit = [&](const PoolView& pool) {
-    return fits_tma(pool.data, batch, pool.block_stride, key_rows, pool.token_stride,
-                    p.num_kv_heads, pool.head_stride);
+    return fits_tma(pool.data, paged ? p.num_blocks : batch, pool.block_stride,
+                    paged ? p.block_size : key_rows, pool.token_stride, p.num_kv_heads,
+                    pool.head_stride);
   };
   const OutputView& out = p.out;
   const bool out_fits =

@@ -323,6 +323,31 @@ TEST(hopper_prefill_where_tma_reaches_every_array) {
   CHECK(with([](P& p) { p.key_source = KeySource::paged; }) == portable);
 }
 
+TEST(hopper_prefill_of_paged_keys) {
+  const auto with = [](auto&& change) {
+    AttentionProblem p = paged_for_sm90();
+    p.q_len = 100;
+    p.total_q = p.num_seqs * p.q_len;
+    p.q.token_stride = p.q.seq_stride;
+    p.q.seq_stride *= p.q_len;
+    p.causal = true;
+    change(p);
+    return kernel_on(90, p);
+  };
+  const Kernel portable = Kernel::cuda_prefill_portable;
+  using P = AttentionProblem;
+  CHECK(with([](P&) {}) == Kernel::cuda_prefill_sm90);
+  CHECK(with([](P& p) { p.block_size = 8; }) == Kernel::cuda_prefill_sm90);
+  CHECK(with([](P& p) { p.softcap = 5.0f; }) == Kernel::cuda_prefill_sm90);
+  CHECK(with([](P& p) { p.block_size = 12; }) == portable);
+  CHECK(with([](P& p) { p.causal = false; }) == portable);
+  CHECK(with([](P& p) { p.window_left = 100; }) == portable);
+  CHECK(with([](P& p) { p.num_blocks = 0; }) == portable);
+  CHECK(with([](P& p) { p.num_blocks = std::int64_t{1} << 29; }) == portable);
+  CHECK(with([](P& p) { p.table_width = std::int64_t{1} << 26; }) == portable);
+  CHECK(with([](P& p) { p.k.token_stride = 0; }) == portable);
+}
+
 TEST(hopper_prefill_ignores_strides_that_are_never_used) {
   AttentionProblem p = dense(1, 100, 128);
   p.q.seq_stride = p.k.block_stride = p.v.block_stride = p.out.seq_stride = 3;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <numeric>
 #include <string>
 
 #include "capability.h"
@@ -80,7 +81,9 @@ void set_scores(const AttentionProblem& p, PrefillSm90Params& params) {
 std::int32_t section_heads(const AttentionProblem& p, std::int64_t num_heads) {
   std::int64_t heads = p.gqa_ratio();
   if (p.causal || p.window_left != kNoWindow || p.window_right != kNoWindow) {
-    const std::int64_t head_bytes = p.dense_kv_len * (p.head_dim + p.head_dim_v) * 2;
+    const std::int64_t keys =
+        p.key_source == KeySource::paged ? p.table_width * p.block_size : p.dense_kv_len;
+    const std::int64_t head_bytes = keys * (p.head_dim + p.head_dim_v) * 2;
     heads = std::max(heads, std::clamp(kSectionBytes / head_bytes * p.gqa_ratio(),
                                        kLeastSectionHeads, kMostSectionHeads));
   }
@@ -93,17 +96,27 @@ void launch_config(PrefillSm90Params& params, cudaStream_t stream) {
   const bool packed = p.packed_q();
   const std::int64_t seqs = packed ? 1 : p.num_seqs;
   const std::int64_t q_rows = packed ? p.total_q : p.q_len;
-  const std::int64_t key_rows = packed ? p.total_k : p.dense_kv_len;
+  const bool paged = p.key_source == KeySource::paged;
+  const std::int64_t key_rows = paged ? p.block_size : packed ? p.total_k : p.dense_kv_len;
+  const std::int64_t key_seqs = paged ? p.num_blocks : seqs;
   const DType dtype = p.q.dtype;
+  int key_box = Config::kKeys;
+  params.clears_values = packed || paged;
+  if (paged) {
+    key_box = std::gcd(Config::kKeys, static_cast<int>(p.block_size));
+    params.page_rows = key_box;
+    params.num_blocks = static_cast<std::int32_t>(p.num_blocks);
+    params.block_size = Divisor(p.block_size);
+  }
   params.q = map_of({p.q.data, p.head_dim, q_rows, p.num_q_heads, seqs, p.q.token_stride,
                      p.q.head_stride, p.q.seq_stride},
                     dtype, Config::kRows);
-  params.k = map_of({p.k.data, p.head_dim, key_rows, p.num_kv_heads, seqs, p.k.token_stride,
+  params.k = map_of({p.k.data, p.head_dim, key_rows, p.num_kv_heads, key_seqs, p.k.token_stride,
                      p.k.head_stride, p.k.block_stride},
-                    dtype, Config::kKeys);
-  params.v = map_of({p.v.data, p.head_dim_v, key_rows, p.num_kv_heads, seqs, p.v.token_stride,
+                    dtype, key_box);
+  params.v = map_of({p.v.data, p.head_dim_v, key_rows, p.num_kv_heads, key_seqs, p.v.token_stride,
                      p.v.head_stride, p.v.block_stride},
-                    dtype, Config::kKeys);
+                    dtype, key_box);
   params.out = params.float_output
                    ? params.q  // not used
                    : map_of({p.out.data, p.head_dim_v, q_rows, p.num_q_heads, seqs,
@@ -146,7 +159,9 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
     if (general) return launch_config<PrefillSm90D128General<T>>(params, stream);
     if (dense && p.q_len <= kShortRowsD128)
       return launch_config<PrefillSm90D128Short<T>>(params, stream);
-    if (dense && p.q_len >= (causal ? kWideRowsCausal : kWideRows))
+    // Its 80 keys are pieces of at most 16 of a block, too many requests for paged keys.
+    const bool paged = p.key_source == KeySource::paged;
+    if (dense && !paged && p.q_len >= (causal ? kWideRowsCausal : kWideRows))
       return launch_config<PrefillSm90D128Wide<T>>(params, stream);
     return launch_config<PrefillSm90D128<T>>(params, stream);
   }

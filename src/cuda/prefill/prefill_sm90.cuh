@@ -2,11 +2,11 @@
 // Prefill on Hopper: one block for each SM takes tiles of query rows until none is left.
 //
 // Of warpgroup 0, one thread finds work, two bring q and K with V into shared memory by TMA, and
-// one warp clears what packed values have behind their end. The other warpgroups are consumers:
-// each owns 64 rows of the tile, with scores, weights and output in registers. In step n a consumer
-// issues the scores of key tile n and, behind them, the product of tile n + 1's weights with its
-// values; while that runs, it makes tile n's weights. Key tiles go from the last to the first, so
-// that masked ones come first. docs/kernels/forward.md draws it.
+// one warp clears what packed values have behind their end; paged K and V take a warp each. The
+// other warpgroups are consumers: each owns 64 rows of the tile, with scores, weights and output in
+// registers. In step n a consumer issues the scores of key tile n and, behind them, the product of
+// tile n + 1's weights with its values; while that runs, it makes tile n's weights. Key tiles go
+// from the last to the first, so that masked ones come first. docs/kernels/forward.md draws it.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,7 @@
 #include "common/wgmma.cuh"
 #include "prefill/prefill_sm90.h"
 #include "prefill/prefill_sm90_consumer.cuh"
+#include "prefill/prefill_sm90_pages.cuh"
 #include "prefill/prefill_sm90_producer.cuh"
 #include "prefill/prefill_sm90_shared.cuh"
 
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     prefetch_tensor_map(params.k);
     prefetch_tensor_map(params.v);
     prefetch_tensor_map(params.out);
-    shared.init_barriers(params.attend.problem.packed_q());
+    shared.init_barriers(params.clears_values);
   }
   __syncthreads();
   // The blocks of a next call may take the places of those that have ended.
@@ -44,10 +45,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   wait_for_predecessor();
   if (warpgroup == 0) {
     give_registers_back<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load_all_keys<Config>(params, shared);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const bool paged = params.page_rows > 0;
+    if (threadIdx.x == 0 && !paged) load_all_keys<Config>(params, shared);
+    if (warp == 0 && paged) load_paged_keys<Config>(params, shared);
     if (threadIdx.x == kWarpSize) find_all_work<Config>(params, shared);
+    if (warp == 2 && paged) load_paged_values<Config>(params, shared);
+    if (warp == 2 && params.clears_values && !paged) clear_all(shared);
     if (threadIdx.x == 3 * kWarpSize) load_queries<Config>(params, shared);
-    if (threadIdx.x / kWarpSize == 2 && params.attend.problem.packed_q()) clear_all(shared);
   } else {
     take_registers<Config::kConsumerRegisters>();
     Consumer<Config> consumer(params, shared, warpgroup - 1);

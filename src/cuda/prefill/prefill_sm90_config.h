@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/attend_params.h"
+#include "common/divisor.h"
 
 namespace tiledattn::cuda {
 
@@ -73,6 +74,14 @@ struct PrefillSm90Params {
 
   std::int32_t num_q_heads = 0;
   std::int32_t gqa_ratio = 0;
+
+  // Paged K and V.
+  std::int32_t page_rows = 0;   ///< tokens of a block that are moved at a time; 0 where not paged
+  std::int32_t num_blocks = 0;  ///< of the pool
+  Divisor block_size;
+
+  /// What lies behind a sequence's last value is in reach, and may be anything.
+  bool clears_values = false;
 
   // Tiles of rows. Packed q: the device knows how many there are.
   std::int32_t num_tiles = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup 0 of the Hopper prefill kernel: one thread finds work, one loads it, and one warp
-// clears what packed values have behind their end.
+// Warpgroup 0 of the Hopper prefill kernel: one thread finds work, two load it, and one warp clears
+// what packed values have behind their end. prefill_sm90_pages.cuh loads paged K and V.
 #pragma once
 
 #include <cstdint>
@@ -137,39 +137,50 @@ __device__ __forceinline__ void load_all_keys(const PrefillSm90Params& params,
   }
 }
 
-/// One warp, for packed KV: values past a sequence's last key are the next one's, and 0 * NaN would
-/// let them in. It clears them, then says for the loader that the tile is full. (Consumers could do
-/// so, but a branch there makes ptxas forget that places in rings, and with them the descriptors of
-/// matrix products, are the same for all threads.)
+/// A warp: values of a tile past the sequence's last key are another's or garbage, and 0 * NaN
+/// would let them in. Clears them once they are there, then says that the tile is full. (Consumers
+/// could do so, but a branch there makes ptxas forget that places in rings, and with them the
+/// descriptors of matrix products, are the same for all threads.)
+template <typename Config>
+class TailClearer {
+ public:
+  __device__ __forceinline__ void clear(PrefillSm90Shared<Config>& shared, const WorkTile& work,
+                                        unsigned stage) {
+    constexpr int kRowPieces = kSlabRowBytes / 16 * Config::kSlabs;
+    const int lane = static_cast<int>(threadIdx.x % 32u);
+    shared.v_tail[stage].wait(parities_ >> stage & 1);
+    parities_ ^= 1u << stage;
+    char* const tile = reinterpret_cast<char*>(shared.v[stage]);
+    const int first_row = work.num_keys - (work.end - 1) * Config::kKeys;
+#pragma unroll 1
+    for (int i = first_row * kRowPieces + lane; i < Config::kKeys * kRowPieces; i += 32) {
+      const int row = i / kRowPieces;
+      const int piece = i % kRowPieces;
+      char* const at = tile + (piece / 8 * Config::kKeys + row) * kSlabRowBytes + piece % 8 * 16;
+      *reinterpret_cast<uint4*>(at) = uint4{0, 0, 0, 0};
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) shared.v_full[stage].arrive();
+  }
+
+ private:
+  unsigned parities_ = 0;  ///< a bit for each stage
+};
+
+/// One warp, for packed KV.
 template <typename Config>
 __device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
-  constexpr int kRowPieces = kSlabRowBytes / 16 * Config::kSlabs;
-  const int lane = static_cast<int>(threadIdx.x % 32u);
   RingPlace<Config::kStages> values;
-  unsigned tail_parities = 0;  // a bit for each stage
+  TailClearer<Config> tails;
   for (RingPlace<kWorkPlaces> place;; place.advance()) {
     shared.work_full[place.index()].wait(place.parity());
     const WorkTile& work = shared.work[place.index()];
     if (work.none()) break;
-    if (work.needs_clearing) {
-      const unsigned stage = values.index();
-      shared.v_tail[stage].wait(tail_parities >> stage & 1);
-      tail_parities ^= 1u << stage;
-      char* const tile = reinterpret_cast<char*>(shared.v[stage]);
-      const int first_row = work.num_keys - (work.end - 1) * Config::kKeys;
-#pragma unroll 1
-      for (int i = first_row * kRowPieces + lane; i < Config::kKeys * kRowPieces; i += 32) {
-        const int row = i / kRowPieces;
-        const int piece = i % kRowPieces;
-        char* const at = tile + (piece / 8 * Config::kKeys + row) * kSlabRowBytes + piece % 8 * 16;
-        *reinterpret_cast<uint4*>(at) = uint4{0, 0, 0, 0};
-      }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) shared.v_full[stage].arrive();
-    }
+    if (work.needs_clearing) tails.clear(shared, work, values.index());
     values.steps += static_cast<unsigned>(work.end - work.begin);
-    shared.work_empty[place.index()].arrive();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.work_empty[place.index()].arrive();
   }
 }
 

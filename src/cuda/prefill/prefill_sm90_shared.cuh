@@ -41,7 +41,7 @@ struct alignas(1024) PrefillSm90Shared {
   MBarrier work_empty[kWorkPlaces];
   MBarrier work_wanted;
 
-  __device__ void init_barriers(bool packed) {
+  __device__ void init_barriers(bool clears_values) {
     constexpr int kWarps = 4 * Config::kConsumers;  // each warp says for itself that it is done
     for (unsigned i = 0; i < Config::kQueryPlaces; ++i) {
       q_full[i].init(1);
@@ -56,8 +56,8 @@ struct alignas(1024) PrefillSm90Shared {
     }
     for (unsigned i = 0; i < kWorkPlaces; ++i) {
       work_full[i].init(1);
-      // Every lane of the consumers, the two threads that load, and the warp that clears.
-      work_empty[i].init(32 * kWarps + 2 + (packed ? 32 : 0));
+      // Every lane of the consumers, and each that loads or clears.
+      work_empty[i].init(32 * kWarps + (clears_values ? 3 : 2));
       repeat[i] = 0;
     }
     work_wanted.init(1);

@@ -22,6 +22,7 @@ struct WorkTile {
   std::int32_t head = kNone;  ///< of q, or what there is instead
   std::int32_t kv_head = 0;
   std::int32_t batch = 0;     ///< index of the outermost dimension of all arrays; 0 where packed
+  std::int32_t sequence = 0;  ///< row of the table of blocks
   std::int32_t q_row = 0;     ///< of the first row in q, out and lse
   std::int32_t num_rows = 0;  ///< of the sequence from there on; may be more than the tile's
   std::int32_t key_row = 0;   ///< of key 0 in K and V
@@ -37,7 +38,7 @@ struct WorkTile {
 
   /// The second time around, for rows with huge scores: no step takes the short way.
   bool again = false;
-  bool needs_clearing = false;  ///< values of the last tile of keys reach into another sequence's
+  bool needs_clearing = false;  ///< the last tile of keys reaches beyond the sequence's values
 
   __device__ bool none() const { return head == kNone; }
   __device__ bool pause() const { return head == kPause; }
@@ -68,7 +69,7 @@ __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params
   if (end_seen <= first_seen) return;  // no row sees a key: no tiles of keys
   tile.begin = first_seen / kKeys;
   tile.end = (end_seen + kKeys - 1) / kKeys;
-  tile.needs_clearing = params.attend.problem.packed_q() && tile.num_keys < tile.end * kKeys;
+  tile.needs_clearing = params.clears_values && tile.num_keys < tile.end * kKeys;
   const std::int32_t all_from = max(0, tile.see_begin + Config::kRows - 1);
   // One less than they could be: every row then has a maximum before the first tile without masks.
   const std::int32_t all_to = max(0, min(tile.num_keys, tile.see_end - 1));
@@ -93,12 +94,19 @@ __device__ __forceinline__ WorkTile dense_work(const PrefillSm90Params& params,
   const std::int32_t heads = min(params.section_heads, num_heads - first_head);
   const std::int32_t place = rest / heads;
   const std::int32_t head = first_head + rest - place * heads;  // counted over the batch
-  tile.batch = static_cast<std::int32_t>(params.attend.first_seq) + head / num_q_heads;
+  const std::int32_t i = head / num_q_heads;
+  if (params.attend.flags != nullptr && params.attend.flags[i] != 0) {
+    tile.head = WorkTile::kPause;  // a faulty sequence, whose rows are NaN already
+    return tile;
+  }
+  tile.batch = static_cast<std::int32_t>(params.attend.first_seq) + i;
+  tile.sequence = tile.batch;
   tile.head = head % num_q_heads;
   const std::int32_t first_row = (params.tiles_per_head - 1 - place) * Config::kRows;
   tile.q_row = first_row;
   set_rows<Config>(tile, params, first_row, static_cast<std::int32_t>(p.q_len),
-                   static_cast<std::int32_t>(p.dense_kv_len));
+                   static_cast<std::int32_t>(params.page_rows > 0 ? p.seq_lens.at(tile.sequence)
+                                                                  : p.dense_kv_len));
   return tile;
 }
 
@@ -119,10 +127,16 @@ __device__ __forceinline__ WorkTile packed_work(const PrefillSm90Params& params,
   const std::int32_t first_row = (ends[i] - 1 - row_tile) * Config::kRows;
   const std::int32_t q_begin = static_cast<std::int32_t>(p.cu_seqlens_q.at(i));
   tile.q_row = q_begin + first_row;
-  tile.key_row = static_cast<std::int32_t>(p.cu_seqlens_k.at(i));
+  tile.sequence = i;
+  std::int32_t kv_len = 0;
+  if (params.page_rows > 0) {
+    kv_len = static_cast<std::int32_t>(p.seq_lens.at(i));
+  } else {
+    tile.key_row = static_cast<std::int32_t>(p.cu_seqlens_k.at(i));
+    kv_len = static_cast<std::int32_t>(p.cu_seqlens_k.at(i + 1)) - tile.key_row;
+  }
   set_rows<Config>(tile, params, first_row,
-                   static_cast<std::int32_t>(p.cu_seqlens_q.at(i + 1)) - q_begin,
-                   static_cast<std::int32_t>(p.cu_seqlens_k.at(i + 1)) - tile.key_row);
+                   static_cast<std::int32_t>(p.cu_seqlens_q.at(i + 1)) - q_begin, kv_len);
   return tile;
 }
 
