@@ -378,6 +378,7 @@ def test_compiled_with_cuda_graphs(gpu):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 def test_compiled_by_inductor_with_cuda_graphs():
     """mode="reduce-overhead": generated kernels and ours in one graph of torch's own, replayed with new inputs."""
     code = """
