@@ -5,11 +5,13 @@
     python benchmarks/bench_decode.py --out benchmarks/results/decode.json # and keep it
     python benchmarks/bench_decode.py --cells b1_ --contestants tiledattn_p16,torch_cudnn
     python benchmarks/bench_decode.py --kernels portable --contestants tiledattn_p16,tiledattn_p64,torch_flash
+    python benchmarks/bench_decode.py --contestants tiledattn_p64,tiledattn_fp8_p64,tiledattn_fp8_p64_slot
 
 Each contestant captures a graph of many launches that cycle through copies of K and V, so that no launch finds
 its keys in L2; a cell replays the graphs of all contestants in turn, round after round, and a contestant's figure
 is its median. Before any timing, results are compared with float64 over some of the sequences. GB/s counts the
-bytes of K and V once. Contestants that are not installed, or refuse a cell, are named and left out.
+bytes of K and V once, which a float8 cache has half of. Contestants that are not installed, or refuse a cell, are
+named and left out.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ import torch
 
 Launch = Callable[[], object]
 
-COLD_BYTES = 400e6  # at least this much between two uses of the same keys: several times the L2
+COLD_BYTES = (
+    400e6  # at least this much (float8: half) between two uses of the same keys: several times the L2
+)
 GRAPH_SECONDS = 4e-3
+READ_GB_PER_S = 4570  # of an H200: loads of large boxes by TMA, nothing done with them
 
 
 @dataclass(frozen=True)
@@ -88,23 +93,35 @@ class Inputs:
         self.q = torch.randn((batch, cell.num_q_heads, cell.head_dim), device="cuda", dtype=torch.bfloat16)
         self.seq_lens = torch.tensor(cell.lengths, dtype=torch.int32, device="cuda")
 
-    def check(self, name: str, out: torch.Tensor) -> float:
+    def check(self, name: str, run: Run) -> float:
         """Relative error over the first and the last sequence; the first copy of K and V was used."""
         cell, worst = self.cell, 0.0
+        keys, values = run.real or (self.k[0], self.v[0])
         for b in (0, len(cell.lengths) - 1):
             begin, end = sum(cell.lengths[:b]), sum(cell.lengths[: b + 1])
             group = cell.num_q_heads // cell.num_kv_heads
             q = self.q[b].double().view(cell.num_kv_heads, group, -1)
-            k, v = (x[0, begin:end].transpose(0, 1).double() for x in (self.k, self.v))
+            k, v = (x[begin:end].transpose(0, 1).double() for x in (keys, values))
             want = ((q @ k.transpose(1, 2) * cell.head_dim**-0.5).softmax(-1) @ v).flatten(0, 1)
-            got = out.view(self.q.shape)[b].double()
+            got = run.out.view(self.q.shape)[b].double()
             worst = max(worst, float((got - want).norm() / want.norm()))
         if not worst < 1e-2:
             raise ArithmeticError(f"{name}: relative error {worst:.3g}")
         return worst
 
 
-def _paged(x: Inputs, block_size: int, heads_first: bool) -> tuple[list[Launch], torch.Tensor]:
+@dataclass
+class Run:
+    """What a contestant does of a cell: a launch for each copy of K and V, and where the result is."""
+
+    launches: list[Launch]
+    out: torch.Tensor
+    element_bytes: int = 2  # of K and V
+    real: tuple[torch.Tensor, torch.Tensor] | None = None  # what its first K and V stand for, if not Inputs'
+
+
+def _paged(x: Inputs, block_size: int, heads_first: bool, scales: str | None = None) -> Run:
+    """Our own kernels; ``scales`` of a float8 cache: for each ``head``, ``block`` or ``slot``."""
     cell = x.cell
     blocks = [-(-n // block_size) for n in cell.lengths]
     order = torch.randperm(sum(blocks), device="cuda")
@@ -116,22 +133,55 @@ def _paged(x: Inputs, block_size: int, heads_first: bool) -> tuple[list[Launch],
     out = torch.empty_like(x.q)
 
     def pools(kv: torch.Tensor) -> torch.Tensor:
-        tokens = kv.view(x.copies, -1, block_size, cell.num_kv_heads, cell.head_dim)
+        tokens = kv.view(x.copies, -1, block_size, *kv.shape[2:])
         pool = torch.empty_like(tokens.transpose(2, 3).contiguous() if heads_first else tokens)
         pool = pool.transpose(2, 3) if heads_first else pool
         for copy in range(x.copies):
             pool[copy][order] = tokens[copy]
         return pool
 
-    k, v = pools(x.k), pools(x.v)
+    kwargs, real = {"out": out}, None
+    if scales is None:
+        k, v = pools(x.k), pools(x.v)
+    else:
+        (k, k_scale, k_real), (v, v_scale, v_real) = (_quantise(kv, block_size, scales) for kv in (x.k, x.v))
+        k, v = (pools(codes.view(torch.uint8)).view(torch.float8_e4m3fn) for codes in (k, v))
+        kwargs["k_scale"], kwargs["v_scale"] = (
+            _scales_of_pool(scale, order, block_size, scales) for scale in (k_scale, v_scale)
+        )
+        real = k_real, v_real
 
     def launch(copy: int) -> Launch:
-        return lambda: ta.paged_attention(x.q, k[copy], v[copy], table, x.seq_lens, out=out)
+        return lambda: ta.paged_attention(x.q, k[copy], v[copy], table, x.seq_lens, **kwargs)
 
-    return [launch(copy) for copy in range(x.copies)], out
+    return Run([launch(copy) for copy in range(x.copies)], out, 1 if scales else 2, real)
 
 
-def _torch_sdpa(x: Inputs, backend: str) -> tuple[list[Launch], torch.Tensor]:
+def _quantise(kv: torch.Tensor, block_size: int, scales: str) -> tuple[torch.Tensor, ...]:
+    """Float8 codes of [copies, tokens, heads, dim], scales [tokens, heads, 1] and what the first copy stands for."""
+    largest = kv.float().abs().amax(dim=(0, 3))  # the same scales for all copies
+    if scales == "head":
+        largest = largest.amax(dim=0).expand(largest.shape)
+    elif scales == "block":
+        blocks = largest.view(-1, block_size, largest.shape[1]).amax(dim=1)
+        largest = blocks.repeat_interleave(block_size, dim=0)
+    scale = (largest / 448).unsqueeze(-1)
+    codes = torch.stack([(one / scale).to(torch.float8_e4m3fn).view(torch.uint8) for one in kv])
+    codes = codes.view(torch.float8_e4m3fn)
+    return codes, scale, codes[0].float() * scale
+
+
+def _scales_of_pool(scale: torch.Tensor, order: torch.Tensor, block_size: int, scales: str) -> torch.Tensor:
+    """The scales of tokens in order as an argument of paged_attention."""
+    if scales == "head":
+        return scale[0, :, 0].contiguous()
+    blocks = scale.view(-1, block_size, scale.shape[1])
+    pool = torch.empty_like(blocks)
+    pool[order] = blocks
+    return pool[:, 0].contiguous() if scales == "block" else pool
+
+
+def _torch_sdpa(x: Inputs, backend: str) -> Run:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     cell = x.cell
@@ -151,13 +201,18 @@ def _torch_sdpa(x: Inputs, backend: str) -> tuple[list[Launch], torch.Tensor]:
 
         return run
 
-    return [launch(copy) for copy in range(x.copies)], out
+    return Run([launch(copy) for copy in range(x.copies)], out)
 
 
-CONTESTANTS: dict[str, Callable[[Inputs], tuple[list[Launch], torch.Tensor]]] = {
+CONTESTANTS: dict[str, Callable[[Inputs], Run]] = {
     "tiledattn_p16": lambda x: _paged(x, 16, False),
     "tiledattn_p64": lambda x: _paged(x, 64, False),
     "tiledattn_p64_hnd": lambda x: _paged(x, 64, True),
+    "tiledattn_fp8_p16": lambda x: _paged(x, 16, False, "head"),
+    "tiledattn_fp8_p64": lambda x: _paged(x, 64, False, "head"),
+    "tiledattn_fp8_p64_hnd": lambda x: _paged(x, 64, True, "head"),
+    "tiledattn_fp8_p64_block": lambda x: _paged(x, 64, False, "block"),
+    "tiledattn_fp8_p64_slot": lambda x: _paged(x, 64, False, "slot"),
     "torch_cudnn": lambda x: _torch_sdpa(x, "CUDNN_ATTENTION"),
     "torch_flash": lambda x: _torch_sdpa(x, "FLASH_ATTENTION"),
 }
@@ -191,15 +246,16 @@ def _seconds(graph: torch.cuda.CUDAGraph) -> float:
 def run_cell(cell: Cell, names: list[str], rounds: int) -> dict:
     """Time every contestant of one cell in turn."""
     x = Inputs(cell)
-    graphs, keep, errors, skipped = {}, [], {}, {}
+    graphs, keep, errors, skipped, kv_bytes = {}, [], {}, {}, {}
     for name in names:
         try:
-            launches, out = CONTESTANTS[name](x)
-            launches[0]()
+            run = CONTESTANTS[name](x)
+            run.launches[0]()
             torch.cuda.synchronize()
-            errors[name] = x.check(name, out)
-            graphs[name] = _graph(launches, cell.kv_bytes)
-            keep.append((launches, out))
+            errors[name] = x.check(name, run)
+            kv_bytes[name] = cell.kv_bytes * run.element_bytes // 2
+            graphs[name] = _graph(run.launches, cell.kv_bytes)
+            keep.append(run)
         except (NotImplementedError, RuntimeError, ArithmeticError) as error:
             skipped[name] = str(error).splitlines()[0][:100]
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -213,7 +269,7 @@ def run_cell(cell: Cell, names: list[str], rounds: int) -> dict:
             "us": round(statistics.median(t) * 1e6, 2),
             "min_us": round(min(t) * 1e6, 2),
             "max_us": round(max(t) * 1e6, 2),
-            "gb_per_s": round(cell.kv_bytes / statistics.median(t) / 1e9),
+            "gb_per_s": round(kv_bytes[name] / statistics.median(t) / 1e9),
             "error": float(f"{errors[name]:.2g}"),
         }
         for name, t in times.items()
@@ -260,6 +316,27 @@ def table_row(result: dict) -> dict[str, str]:
     return row
 
 
+def fp8_row(result: dict) -> dict[str, str]:
+    """Return what the documentation shows of one cell's float8 caches."""
+    times = result["times"]
+    row = {"cell": result["cell"], "KV, MB": f"{result['kv_mb'] / 2:.0f}"}
+    columns = {
+        "tiledattn_p64": "bf16, us",
+        "tiledattn_fp8_p16": "pages of 16, us",
+        "tiledattn_fp8_p64": "pages of 64, us",
+        "tiledattn_fp8_p64_hnd": "heads first, us",
+        "tiledattn_fp8_p64_block": "scale for each block, us",
+        "tiledattn_fp8_p64_slot": "scale for each slot, us",
+    }
+    for name, column in columns.items():
+        row[column] = f"{times[name]['us']:.1f}" if name in times else "-"
+    ours, plain = times.get("tiledattn_fp8_p64"), times.get("tiledattn_p64")
+    row["bf16 / pages of 64"] = f"{plain['us'] / ours['us']:.2f}" if ours and plain else "-"
+    row["GB/s"] = str(ours["gb_per_s"]) if ours else "-"
+    row[f"of {READ_GB_PER_S}"] = f"{ours['gb_per_s'] / READ_GB_PER_S:.0%}" if ours else "-"
+    return row
+
+
 def main() -> int:
     """Run the cells that the command line names."""
     parser = argparse.ArgumentParser(
@@ -267,6 +344,7 @@ def main() -> int:
     )
     parser.add_argument("--cells", default="", help="comma-separated parts of names; default all")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="comma-separated")
+    parser.add_argument("--fp8", action="store_true", help="the table of --out is about float8 caches")
     parser.add_argument(
         "--kernels", choices=("best", "portable", "plain"), help="of this library; default best"
     )
@@ -288,7 +366,7 @@ def main() -> int:
                 "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "command": "python benchmarks/bench_decode.py " + shlex.join(sys.argv[1:]),
                 "machine": _machine(),
-                "table": [table_row(result) for result in results],
+                "table": [(fp8_row if args.fp8 else table_row)(result) for result in results],
                 "cells": results,
             }
             args.out.parent.mkdir(parents=True, exist_ok=True)

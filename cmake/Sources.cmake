@@ -66,6 +66,14 @@ set(tiledattn_cuda_sources
     src/cuda/decode/inst/decode_sm90_f16_d192.cu
     src/cuda/decode/inst/decode_sm90_f16_d256.cu
     src/cuda/decode/inst/decode_sm90_f16_d64.cu
+    src/cuda/decode/inst/decode_sm90_f8_d128.cu
+    src/cuda/decode/inst/decode_sm90_f8_d192.cu
+    src/cuda/decode/inst/decode_sm90_f8_d256.cu
+    src/cuda/decode/inst/decode_sm90_f8_d64.cu
+    src/cuda/decode/inst/decode_sm90_i8_d128.cu
+    src/cuda/decode/inst/decode_sm90_i8_d192.cu
+    src/cuda/decode/inst/decode_sm90_i8_d256.cu
+    src/cuda/decode/inst/decode_sm90_i8_d64.cu
     src/cuda/devices.cpp
     src/cuda/fault_log.cpp
     src/cuda/memory.cpp

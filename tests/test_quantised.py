@@ -178,16 +178,16 @@ def test_layouts(shape, device, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize("shape", ["block", "slot"])
-def test_scale_of_a_key_masked_from_every_query_is_not_observable(shape, device, kv_dtype):
+def test_scale_of_a_key_masked_from_every_query_is_not_observable(shape, device, dtype, kv_dtype):
     case = cases.Paged("", seq_lens=(60,), q_lens=3, block_size=8, score=cases.Score(True, (9, 0)))
-    made = quantised.make(case, "float32", kv_dtype, shape)
+    made = quantised.make(case, dtype, kv_dtype, shape)
     want = made.want()
     hidden = 60 - 3 - 9
     for position in range(hidden if shape == "slot" else hidden // 8 * 8):
         block, slot = made.data.block_table[0, position // 8], position % 8
         for scale in made.scales.values():
             scale[(block, slot) if shape == "slot" else block] = np.nan
-    compare.result_close(made.run(device), want, "float32")
+    compare.result_close(made.run(device), want, dtype)
     assert np.isfinite(want.out).all()
 
 

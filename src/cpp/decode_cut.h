@@ -43,9 +43,15 @@ TILEDATTN_HOST_DEVICE Int ceil_div(Int a, Int b) {
 }
 }  // namespace detail
 
-/// Keys of a chunk: one slot of a warp's ring holds K or V of them.
-TILEDATTN_HOST_DEVICE constexpr int decode_chunk_keys(std::int64_t dim) {
-  return dim <= 64 ? 64 : dim <= 128 ? 32 : 16;
+/// Keys of a chunk, whose elements have `item_bytes` 1 or 2: one slot of a warp's ring holds K or V
+/// of them.
+TILEDATTN_HOST_DEVICE constexpr int decode_chunk_keys(std::int64_t dim, std::int64_t item_bytes) {
+  return (dim <= 64 ? 64 : dim <= 128 ? 32 : 16) * (item_bytes == 1 ? 2 : 1);
+}
+
+/// Bytes of a key that stand together in a slot, and in a TMA box.
+TILEDATTN_HOST_DEVICE constexpr int decode_box_bytes(std::int64_t dim, std::int64_t item_bytes) {
+  return dim <= 64 && item_bytes == 1 ? 64 : 128;
 }
 
 /// The chunks of each group of a sequence with `num_chunks`. One sequence alone should give every

@@ -47,23 +47,23 @@ bool is_decode(const AttentionProblem& p) {
   return p.state.m != nullptr || (!p.packed_q() && p.q_len <= kMaxDecodeTokens);
 }
 
-/// TMA moves boxes of the array [i, j, k, columns]: 16-byte aligned, as are the strides of all
-/// dimensions that have more than one element.
-bool fits_tma(const void* data, std::int64_t num_i, std::int64_t stride_i, std::int64_t num_j,
-              std::int64_t stride_j, std::int64_t num_k, std::int64_t stride_k) {
-  constexpr std::int64_t kElements = 8;  // 16 bytes
+/// TMA moves boxes of the array [i, j, k, columns] of elements of `item_bytes`: 16-byte aligned, as
+/// are the strides of all dimensions that have more than one element.
+bool fits_tma(const void* data, std::int64_t item_bytes, std::int64_t num_i, std::int64_t stride_i,
+              std::int64_t num_j, std::int64_t stride_j, std::int64_t num_k,
+              std::int64_t stride_k) {
   constexpr std::int64_t kMaxStride = std::int64_t{1} << 39;
-  const auto fits = [](std::int64_t size, std::int64_t stride) {
-    return size <= 1 || (stride > 0 && stride < kMaxStride && stride % kElements == 0);
+  const std::int64_t elements = 16 / item_bytes;
+  const auto fits = [elements](std::int64_t size, std::int64_t stride) {
+    return size <= 1 || (stride > 0 && stride < kMaxStride && stride % elements == 0);
   };
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && fits(num_i, stride_i) &&
          fits(num_j, stride_j) && fits(num_k, stride_k);
 }
 
-/// The Hopper decode kernel: 16-bit types, boxes of 8 tokens or more within a block. Key numbers,
-/// blocks and sequences are 32-bit in the kernel.
+/// The Hopper decode kernel: q of a 16-bit type, K and V of the same or of one byte, boxes of 8
+/// tokens or more within a block. Key numbers, blocks and sequences are 32-bit in the kernel.
 bool fits_decode_sm90(const AttentionProblem& p) {
-  if (p.quantized()) return false;  // the plain kernels alone read scales
   constexpr std::int64_t kLimit = std::int64_t{1} << 30;
   if (p.total_q == 0 || p.num_q_heads == 0) return false;
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
@@ -76,9 +76,10 @@ bool fits_decode_sm90(const AttentionProblem& p) {
   const std::int64_t block_size = dense ? p.dense_kv_len : p.block_size;
   if (num_blocks < 1 || block_size < 1) return false;
   if (!dense && block_size % 8 != 0) return false;
+  const std::int64_t item_bytes = p.quantized() ? 1 : 2;
   const auto pool_fits = [&](const PoolView& pool) {
-    return fits_tma(pool.data, num_blocks, pool.block_stride, block_size, pool.token_stride,
-                    p.num_kv_heads, pool.head_stride);
+    return fits_tma(pool.data, item_bytes, num_blocks, pool.block_stride, block_size,
+                    pool.token_stride, p.num_kv_heads, pool.head_stride);
   };
   if (!pool_fits(p.k) || !pool_fits(p.v)) return false;
   // Queries are read in pairs.
@@ -98,7 +99,8 @@ bool fits_decode_sm90(const AttentionProblem& p) {
 void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, Plan& plan) {
   const std::int64_t dim = std::max(p.head_dim, p.head_dim_v);
   // A window may begin inside a chunk.
-  const std::int64_t chunks = max_visible_keys(p) / decode_chunk_keys(dim) + 2;
+  const std::int64_t chunks =
+      max_visible_keys(p) / decode_chunk_keys(dim, p.quantized() ? 1 : 2) + 2;
   const std::int64_t rows = p.q_len * p.gqa_ratio();
   const std::int64_t together = std::min(rows, decode_rows_together(rows, dim));
   plan.kernel = Kernel::cuda_decode_sm90;
@@ -124,6 +126,7 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
   constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
   constexpr std::int64_t kMaxTiles = std::int64_t{1} << 31;
   constexpr std::int64_t kFewestRows = 64;  // of a tile
+  constexpr std::int64_t kItemBytes = 2;
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
   const bool packed = p.packed_q();
   const bool paged = p.key_source == KeySource::paged;
@@ -147,17 +150,17 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
   if (tiles >= static_cast<double>(kMaxTiles)) return false;
 
   const auto keys_fit = [&](const PoolView& pool) {
-    return fits_tma(pool.data, paged ? p.num_blocks : batch, pool.block_stride,
+    return fits_tma(pool.data, kItemBytes, paged ? p.num_blocks : batch, pool.block_stride,
                     paged ? p.block_size : key_rows, pool.token_stride, p.num_kv_heads,
                     pool.head_stride);
   };
   const OutputView& out = p.out;
   const bool out_fits =
-      out.dtype == DType::float32 || fits_tma(out.data, batch, out.seq_stride, q_rows,
+      out.dtype == DType::float32 || fits_tma(out.data, kItemBytes, batch, out.seq_stride, q_rows,
                                               out.token_stride, p.num_q_heads, out.head_stride);
   return keys_fit(p.k) && keys_fit(p.v) && out_fits &&
-         fits_tma(p.q.data, batch, p.q.seq_stride, q_rows, p.q.token_stride, p.num_q_heads,
-                  p.q.head_stride);
+         fits_tma(p.q.data, kItemBytes, batch, p.q.seq_stride, q_rows, p.q.token_stride,
+                  p.num_q_heads, p.q.head_stride);
 }
 
 /// The portable kernel, decode and prefill: 16-bit types, rows of q, K and V that begin at
@@ -295,7 +298,7 @@ std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
       std::min(num_seqs * sequence_bytes, std::max(2 * kMaxSequenceScratch, sequence_bytes));
   // The Hopper kernel has up to 64 groups of each KV head of a sequence; all rows of a sequence are
   // as many as with one KV head.
-  const std::int64_t groups = max_decode_groups(max_keys / decode_chunk_keys(kMaxHeadDim) + 2);
+  const std::int64_t groups = max_decode_groups(max_keys / decode_chunk_keys(kMaxHeadDim, 2) + 2);
   const std::int64_t group_bytes =
       q_len * num_q_heads * (kDecodePartialHeader + head_dim_v) * 4 * groups;
   const std::int64_t slots_bytes =

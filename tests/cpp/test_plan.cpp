@@ -220,6 +220,40 @@ TEST(the_hopper_kernel_by_shape) {
   CHECK(with([](auto& p) { p.table_width = std::int64_t{1} << 30; }) == Kernel::cuda_decode_plain);
 }
 
+TEST(the_hopper_kernel_over_bytes) {
+  const auto with = [](auto change) {
+    AttentionProblem p = paged_for_sm90();
+    p.kv_dtype = DType::float8_e4m3fn;
+    change(p);
+    return kernel_on(90, p);
+  };
+  CHECK(with([](auto&) {}) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.kv_dtype = DType::int8; }) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.q.dtype = DType::float16; }) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.v_scale.by_key = true; }) == Kernel::cuda_decode_sm90);
+  CHECK(with([](auto& p) { p.q_len = 17; }) == Kernel::cuda_prefill_plain);
+  CHECK(with([](auto& p) { p.q.dtype = DType::float32; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.block_size = 12; }) == Kernel::cuda_decode_plain);
+  // 16 bytes are 16 elements here.
+  CHECK(with([](auto& p) { p.k.token_stride = 1032; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.v.head_stride = 120; }) == Kernel::cuda_decode_plain);
+  CHECK(with([](auto& p) { p.v.head_stride = 144; }) == Kernel::cuda_decode_sm90);
+  for (const int capability : {0, 75, 80, 89, 100, 120}) {
+    AttentionProblem p = paged_for_sm90();
+    p.kv_dtype = DType::int8;
+    CHECK(kernel_on(capability, p) == Kernel::cuda_decode_plain);
+  }
+}
+
+TEST(a_chunk_of_bytes_holds_twice_the_keys) {
+  AttentionProblem p = paged_for_sm90();
+  p.table_width = 200;
+  const Plan plan = make_plan(p, kGpu, kBytes, 90);
+  p.kv_dtype = DType::float8_e4m3fn;
+  p.table_width = 400;
+  CHECK(make_plan(p, kGpu, kBytes, 90).max_groups == plan.max_groups);
+}
+
 TEST(the_portable_kernel_by_shape) {
   const auto takes = [](auto change) {
     AttentionProblem p = paged_for_sm90();

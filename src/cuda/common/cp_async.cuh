@@ -23,6 +23,11 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, b
       : "memory");
 }
 
+/// One float. Both addresses are multiples of 4.
+__device__ __forceinline__ void copy_float_async(std::uint32_t to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 /// Ends a group of this thread's copies, which may be empty.
 __device__ __forceinline__ void end_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -39,6 +39,9 @@ CUtensorMapDataType data_type(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case DType::bfloat16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::float8_e4m3fn:
+    case DType::int8:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default:
       throw TypeError("tensor map: no element type for " + to_string(dtype));
   }

@@ -16,7 +16,6 @@ namespace tiledattn::cuda {
 namespace {
 
 constexpr int kTeamsPerBlock = 2;
-constexpr int kBoxColumns = 64;
 
 /// Calls `launch` with the smallest instance for both head dims.
 template <typename T>
@@ -38,11 +37,13 @@ CUtensorMap pool_map(const AttentionProblem& p, const PoolView& pool, std::int64
                      std::int64_t num_blocks, std::int64_t block_size, int box_tokens) {
   TensorMapSpec spec;
   spec.data = pool.data;
-  spec.dtype = p.q.dtype;
+  spec.dtype = p.kv_dtype;
   spec.rank = 4;
   spec.sizes = {dim, block_size, p.num_kv_heads, num_blocks};
   spec.strides = {1, pool.token_stride, pool.head_stride, pool.block_stride};
-  spec.box = {kBoxColumns, box_tokens, 1, 1};
+  const std::int64_t item = item_bytes(p.kv_dtype);
+  spec.swizzle_bytes = decode_box_bytes(std::max(p.head_dim, p.head_dim_v), item);
+  spec.box = {spec.swizzle_bytes / static_cast<int>(item), box_tokens, 1, 1};
   return encode_tensor_map(spec);
 }
 
@@ -63,7 +64,7 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   const std::int64_t dim = std::max(p.head_dim, p.head_dim_v);
   const std::int64_t num_blocks = dense ? p.num_seqs : p.num_blocks;
   const std::int64_t block_size = dense ? p.dense_kv_len : p.block_size;
-  const int chunk_keys = decode_chunk_keys(dim);
+  const int chunk_keys = decode_chunk_keys(dim, item_bytes(p.kv_dtype));
 
   DecodeSm90Params params;
   params.problem = p;
@@ -106,10 +107,18 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   params.teams = Divisor(teams);
 
   const bool two_tiles = together > kDecodeTileRows;
-  if (p.q.dtype == DType::bfloat16)
-    return launch_instance<__nv_bfloat16>(params, dim, two_tiles, stream);
-  if (p.q.dtype == DType::float16) return launch_instance<__half>(params, dim, two_tiles, stream);
-  throw TypeError("q: got " + to_string(p.q.dtype) + "; expected float16 or bfloat16");
+  switch (p.kv_dtype) {
+    case DType::bfloat16:
+      return launch_instance<__nv_bfloat16>(params, dim, two_tiles, stream);
+    case DType::float16:
+      return launch_instance<__half>(params, dim, two_tiles, stream);
+    case DType::float8_e4m3fn:
+      return launch_instance<__nv_fp8_e4m3>(params, dim, two_tiles, stream);
+    case DType::int8:
+      return launch_instance<std::int8_t>(params, dim, two_tiles, stream);
+    default:
+      throw TypeError("k_pool: got " + to_string(p.kv_dtype) + ", which no kernel reads");
+  }
 }
 
 }  // namespace tiledattn::cuda

@@ -37,9 +37,12 @@ struct DecodeSm90Config {
   static constexpr int kTeams = 2;
   static constexpr int kWarps = kTeams * kDecodeTeamWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kChunkKeys = decode_chunk_keys(kDim);
-  static constexpr int kSlabs = kDim / 64;
-  static constexpr int kSlotBytes = kChunkKeys * kDim * 2;
+  static constexpr int kChunkKeys = decode_chunk_keys(kDim, sizeof(T));
+  static constexpr int kRowBytes = decode_box_bytes(kDim, sizeof(T));
+  static constexpr int kSlabColumns = kRowBytes / static_cast<int>(sizeof(T));
+  static constexpr int kSlabs = (kDim + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kSlabBytes = kChunkKeys * kRowBytes;
+  static constexpr int kSlotBytes = kSlabs * kSlabBytes;
   /// K and V of a chunk for each warp, 128 KB in all: 64 KB in flight saturate the memory, the rest
   /// covers what is being read by a warp. With more in flight some SMs are much faster than others.
   static constexpr int kSlots = 2;
@@ -55,6 +58,9 @@ struct alignas(1024) DecodeSm90Shared {
   LoadCursor cursors[Config::kWarps];
   FindBuffers<Config::kTeams, Config::kWarps> find;
   MBarrier full[Config::kWarps][Config::kSlots];
+  WarpScales<Config> scales[Config::kWarps];
+  HeadTotals<Config>
+      totals[HeadTotals<Config>::kShared ? Config::kThreads : 1];  ///< of each thread
 };
 
 /// Where partial results of the head at which `at` stands go; anything where the team does the
@@ -96,11 +102,13 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
   }
 
   GroupPlace at = share.first;
-  Loads loads(params, share.first, member.warp, shared.cursors[warp], keys, full);
+  WarpScales<Config>& scales = shared.scales[warp];
+  Loads loads(params, share.first, member.warp, shared.cursors[warp], keys, full, scales);
   std::uint32_t parity = 0;  // of the barriers of both slots
 
   SliceState<Config> slice;
-  HeadResult<Config> result;
+  HeadTotals<Config> own_totals;
+  HeadResult<Config> result(HeadTotals<Config>::kShared ? shared.totals[threadIdx.x] : own_totals);
   const FoldPlace<Config> place(member);
   bool new_sequence = false;
 #pragma unroll 1
@@ -117,6 +125,8 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
         (at.head - kv_head * static_cast<int>(params.row_tiles.value)) * (Config::kTiles * 8);
     QueryFragments<Config> queries;
     queries.load(params, seq, kv_head, first_row);
+    if constexpr (kQuantized<typename Config::Element>)
+      begin_head<Config>(params.problem, kv_head, queries, scales);
     result.begin(params, place, first_row, at.group, slot_of_head(params, at, share));
     if (work.faulty && at.group == 0 && at.head == 0 && member.thread == 0)
       record_fault(params.problem.faults, check_sequence(params.problem, seq));
@@ -127,7 +137,7 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
 #pragma unroll 1
     do {
       group = at.group;
-      slice.clear();
+      slice.clear(scales);
       bool wrong = work.faulty;
       const ChunkRange chunks = slice_of_group(chunks_of_group(work.cut, group), member.warp);
       const int group_chunk = work.cut.first_chunk + group * work.cut.group_chunks;
@@ -140,8 +150,10 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
         slice.multiply_keys(shared_address(keys), queries);
         __syncwarp();  // all lanes have read the slot
         loads.template issue<Loads::kKeys>(params);
-        slice.make_scores(params, work, first_row, first_key, mask);
-        slice.make_weights();
+        loads.issue_scales(params, parity ^ 1);
+        loads.wait_for_scales(params);
+        slice.make_scores(params, work, first_row, first_key, mask, scales, parity);
+        slice.make_weights(params, mask, scales, parity);
         full[Loads::kValues].wait(parity);
         if (mask.begin > 0 || mask.end < Config::kChunkKeys) clear_values<Config>(values, mask);
         slice.multiply_values(shared_address(values));
@@ -150,7 +162,7 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
         parity ^= 1;
         loads.look_ahead(params);
       }
-      slice.finish();
+      slice.finish(params, scales);
       if (wrong) slice.poison();
       result.add_group(params, member, place, buffers, group, slice);
       new_sequence = at.advance(params, work.cut);

@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -16,7 +17,8 @@
 namespace tiledattn::cuda {
 
 struct DecodeSm90Params {
-  CUtensorMap k_map;  ///< [block][kv head][token][column]; a box is box_tokens x 64
+  CUtensorMap
+      k_map;  ///< [block][kv head][token][column]; a box is box_tokens x 128 bytes, or fewer
   CUtensorMap v_map;
   AttentionProblem problem;
 
@@ -46,8 +48,9 @@ struct DecodeSm90Params {
 void launch_decode_sm90(const AttentionProblem& problem, const Plan& plan, void* scratch,
                         cudaStream_t stream);
 
-/// One instance. T: bf16 or fp16; kDim: columns of K and V, at least head_dim and head_dim_v;
-/// kTiles: row tiles of 8 that share each K and V. Instantiated in inst/.
+/// One instance. T: the type of K and V, which is that of q or a quantised one; kDim: columns of K
+/// and V, at least head_dim and head_dim_v; kTiles: row tiles of 8 that share each K and V.
+/// Instantiated in inst/.
 template <typename T, int kDim, int kTiles>
 void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream);
 

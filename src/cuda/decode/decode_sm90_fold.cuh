@@ -79,11 +79,23 @@ struct FoldPlace {
       : row(member.thread / kThreadsPerRow), column(member.thread % kThreadsPerRow * 4) {}
 };
 
+/// What a thread has of a head. With 16 rows over bytes, registers are too short for it.
+template <typename Config>
+struct HeadTotals {
+  static constexpr int kPasses = Config::kDim / Config::kPassColumns;
+  static constexpr bool kShared = kQuantized<typename Config::Element> && Config::kTiles > 1;
+  PartOfRow parts[kPasses];
+};
+
 template <typename Config>
 class HeadResult {
  public:
-  static constexpr int kPasses = Config::kDim / Config::kPassColumns;
+  static constexpr int kPasses = HeadTotals<Config>::kPasses;
   using Place = FoldPlace<Config>;
+
+  /// `totals`: this thread's own.
+  __device__ __forceinline__ explicit HeadResult(HeadTotals<Config>& totals)
+      : total_(totals.parts) {}
 
   /// The team begins its part of a head at `first_group`. `slot`: where partial results go, if the
   /// part is not the whole head.
@@ -202,11 +214,21 @@ class HeadResult {
 #pragma unroll
     for (int tile = 0; tile < Config::kTiles; ++tile)
 #pragma unroll
-      for (int i = 0; i < kParts; ++i)
+      for (int i = 0; i < kParts; ++i) {
+        const float (&o)[4] = slice.o[pass * kParts + i][tile];
+        if constexpr (kQuantized<typename Config::Element>) {  // columns 2g and 2g + 1
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          buffers.o[warp][tile * 8 + row + j % 2][swizzled(row, i * 16 + j / 2 * 8 + column)] =
-              slice.o[pass * kParts + i][tile][j];
+          for (int side = 0; side < 2; ++side)
+            *reinterpret_cast<float2*>(
+                &buffers.o[warp][tile * 8 + row + side][swizzled(row, i * 16 + column * 2)]) =
+                make_float2(o[side], o[2 + side]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            buffers.o[warp][tile * 8 + row + j % 2][swizzled(row, i * 16 + j / 2 * 8 + column)] =
+                o[j];
+        }
+      }
   }
 
   /// The slices of this thread's columns. Those that saw nothing weigh nothing.
@@ -370,18 +392,27 @@ class HeadResult {
 
   __device__ __forceinline__ static void store_out(const OutputView& out, std::int64_t at,
                                                    const float4& x) {
-    using T = typename Config::Element;
     if (out.dtype == DType::float32) return store_four(static_cast<float*>(out.data) + at, x);
-    T* const to = static_cast<T*>(out.data) + at;
-    const uint2 packed = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
+    auto* const to = static_cast<std::uint16_t*>(out.data) + at;
+    const uint2 packed = make_uint2(pack_out(out, x.x, x.y), pack_out(out, x.z, x.w));
     if (reinterpret_cast<std::uintptr_t>(to) % 8 == 0) {
       *reinterpret_cast<uint2*>(to) = packed;
     } else {
-      auto* const words = reinterpret_cast<std::uint16_t*>(to);
-      words[0] = static_cast<std::uint16_t>(packed.x);
-      words[1] = static_cast<std::uint16_t>(packed.x >> 16);
-      words[2] = static_cast<std::uint16_t>(packed.y);
-      words[3] = static_cast<std::uint16_t>(packed.y >> 16);
+      to[0] = static_cast<std::uint16_t>(packed.x);
+      to[1] = static_cast<std::uint16_t>(packed.x >> 16);
+      to[2] = static_cast<std::uint16_t>(packed.y);
+      to[3] = static_cast<std::uint16_t>(packed.y >> 16);
+    }
+  }
+
+  /// Two elements of a 16-bit out, which is of the type of q.
+  __device__ __forceinline__ static std::uint32_t pack_out(const OutputView& out, float low,
+                                                           float high) {
+    using T = typename Config::Element;
+    if constexpr (kQuantized<T>) {
+      return out.dtype == DType::float16 ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
+    } else {
+      return pack<T>(low, high);
     }
   }
 
@@ -390,7 +421,7 @@ class HeadResult {
   int slot_ = 0;
   int group_stride_ = 0;  ///< floats
   float* partials_ = nullptr;
-  PartOfRow total_[kPasses];
+  PartOfRow (&total_)[kPasses];
 };
 
 }  // namespace tiledattn::cuda

@@ -2,17 +2,19 @@
 // The loads of one warp: K and V of its chunks go, one after the other, through two slots in shared
 // memory that only this warp uses. They run ahead over the borders of groups and sequences.
 //
-// The keys of a slot stand in rows of 64 columns (128 bytes, TMA's 128-byte swizzle), all keys of
-// columns 0 .. 63, then all keys of columns 64 .. 127, and so on. A box is box_tokens rows of one
-// such slab, so that it lies in one block of the pool; each lane loads at most one box of a chunk
-// and keeps its block id one chunk ahead.
+// The keys of a slot stand in rows of 128 bytes (64 for 64 columns of a byte each; TMA's swizzle of
+// as many), all keys of the first 128 bytes, then all keys of the next ones, and so on. A box is
+// box_tokens rows of one such slab, so that it lies in one block of the pool; each lane loads at
+// most one box of a chunk and keeps its block id one chunk ahead.
 #pragma once
 
 #include <cstdint>
 
+#include "common/cp_async.cuh"
 #include "common/faults.cuh"
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
+#include "decode/decode_sm90_scales.cuh"
 #include "decode/decode_sm90_work.cuh"
 
 namespace tiledattn::cuda {
@@ -52,20 +54,20 @@ class RingLoads {
  public:
   static constexpr int kKeys = 0;  ///< slots
   static constexpr int kValues = 1;
-  static constexpr int kRowBytes = 128;
-  static constexpr int kSlabBytes = Config::kChunkKeys * kRowBytes;
+  static constexpr int kRowBytes = Config::kRowBytes;
+  static constexpr bool kScales = kQuantized<typename Config::Element>;
 
-  /// Starts the loads of the first chunk. `cursor`, `ring` and `full` are the warp's own.
+  /// Starts the loads of the first chunk. `cursor`, `ring`, `full` and `scales` are the warp's own.
   __device__ __forceinline__ RingLoads(const DecodeSm90Params& params, const Cursor& first,
                                        int warp_in_team, LoadCursor& cursor, unsigned char* ring,
-                                       MBarrier* full)
-      : warp_(warp_in_team), cursor_(cursor), ring_(ring), full_(full) {
+                                       MBarrier* full, WarpScales<Config>& scales)
+      : warp_(warp_in_team), cursor_(cursor), ring_(ring), full_(full), scales_(scales) {
     const int boxes = Config::kChunkKeys / params.box_tokens;
     const int slab = lane_index() / boxes;
     const int token = lane_index() % boxes * params.box_tokens;
     first_token_ = slab < Config::kSlabs ? token : -1;
-    first_column_ = slab * (kRowBytes / 2);
-    offset_ = slab * kSlabBytes + token * kRowBytes;
+    first_column_ = slab * Config::kSlabColumns;
+    offset_ = slab * Config::kSlabBytes + token * kRowBytes;
     if (lane_index() == 0) {
       ChunkRange slice;
       if (!first.done()) slice = slice_of_group(first.num_chunks(), warp_in_team);
@@ -78,6 +80,7 @@ class RingLoads {
       if (ahead == 0) take_next();
       if (ahead != 1) continue;
       issue<kKeys>(params);
+      issue_scales(params, 0);
       issue<kValues>(params);
     }
   }
@@ -87,8 +90,7 @@ class RingLoads {
   template <int kSlot>
   __device__ __forceinline__ void issue(const DecodeSm90Params& params) {
     if (!current_.exists) return;
-    const bool good = current_.inside && current_.block_high == 0 &&
-                      current_.block < static_cast<std::uint32_t>(params.num_blocks);
+    const bool good = has_good_box(params);
     const int boxes = __popc(__ballot_sync(kAllLanes, good));
     if (lane_index() == 0) full_[kSlot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
     __syncwarp();
@@ -103,6 +105,32 @@ class RingLoads {
     wrong_ = __any_sync(kAllLanes, bad);
     if (bad && wrong_seq_ < 0) wrong_seq_ = current_.seq;
     take_next();
+  }
+
+  /// Starts the copies of the scales of the next chunk to `slot`, where keys have their own. Once
+  /// between issue<kKeys> and issue<kValues>; all is one group of copies for each chunk.
+  __device__ __forceinline__ void issue_scales(const DecodeSm90Params& params, std::uint32_t slot) {
+    if constexpr (kScales) {
+      const ScaleView& k = params.problem.k_scale;
+      const ScaleView& v = params.problem.v_scale;
+      if (!k.by_key && !v.by_key) return;
+      if (current_.exists) {
+        const unsigned good = __ballot_sync(kAllLanes, has_good_box(params));
+        if (k.by_key) copy_scales(k, params.box_tokens, good, scales_.k[slot]);
+        if (v.by_key) copy_scales(v, params.box_tokens, good, scales_.v[slot]);
+      }
+      end_copy_group();
+    }
+  }
+
+  /// Returns once the scales of the chunk before the one last issued are there. Those of keys that
+  /// nobody sees may be anything.
+  __device__ __forceinline__ void wait_for_scales(const DecodeSm90Params& params) const {
+    if constexpr (kScales) {
+      if (!params.problem.k_scale.by_key && !params.problem.v_scale.by_key) return;
+      wait_copy_groups<1>();
+      __syncwarp();
+    }
   }
 
   /// Looks one chunk further where a chunk was issued. Once for each chunk of the warp.
@@ -120,6 +148,27 @@ class RingLoads {
   __device__ bool wrong() const { return wrong_; }
 
  private:
+  __device__ __forceinline__ bool has_good_box(const DecodeSm90Params& params) const {
+    return current_.inside && current_.block_high == 0 &&
+           current_.block < static_cast<std::uint32_t>(params.num_blocks);
+  }
+
+  /// Copies the scale of each key in a good box. The first lanes hold the boxes, in their order.
+  __device__ __forceinline__ void copy_scales(const ScaleView& scale, int box_tokens,
+                                              unsigned good_boxes, float* to) const {
+#pragma unroll
+    for (int first = 0; first < Config::kChunkKeys; first += kWarpSize) {
+      const int key = first + lane_index();
+      const int box = key >> (__ffs(box_tokens) - 1);  // box_tokens is a power of two
+      const int token = __shfl_sync(kAllLanes, current_.token, box) + key % box_tokens;
+      const std::uint32_t block = __shfl_sync(kAllLanes, current_.block, box);
+      if ((good_boxes >> box & 1) == 0) continue;
+      copy_float_async(shared_address(to + key), scale.data + block * scale.block_stride +
+                                                     token * scale.token_stride +
+                                                     current_.kv_head * scale.head_stride);
+    }
+  }
+
   __device__ __forceinline__ void take_next() {
     current_ = next_;
     wants_chunk_ = true;
@@ -182,6 +231,7 @@ class RingLoads {
   LoadCursor& cursor_;
   unsigned char* ring_;
   MBarrier* full_;
+  WarpScales<Config>& scales_;
   int first_token_;
   int first_column_;
   int offset_;

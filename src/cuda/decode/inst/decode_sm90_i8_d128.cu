@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "decode/decode_sm90.cuh"
+
+namespace tiledattn::cuda {
+
+template void launch_decode_sm90_instance<std::int8_t, 128, 1>(const DecodeSm90Params&,
+                                                               cudaStream_t);
+template void launch_decode_sm90_instance<std::int8_t, 128, 2>(const DecodeSm90Params&,
+                                                               cudaStream_t);
+
+}  // namespace tiledattn::cuda
