@@ -59,8 +59,7 @@ struct alignas(1024) DecodeSm90Shared {
   FindBuffers<Config::kTeams, Config::kWarps> find;
   MBarrier full[Config::kWarps][Config::kSlots];
   WarpScales<Config> scales[Config::kWarps];
-  HeadTotals<Config>
-      totals[HeadTotals<Config>::kShared ? Config::kThreads : 1];  ///< of each thread
+  HeadTotals<Config> totals[HeadTotals<Config>::kUsed ? Config::kThreads : 1];
 };
 
 /// Where partial results of the head at which `at` stands go; anything where the team does the
@@ -107,8 +106,7 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
   std::uint32_t parity = 0;  // of the barriers of both slots
 
   SliceState<Config> slice;
-  HeadTotals<Config> own_totals;
-  HeadResult<Config> result(HeadTotals<Config>::kShared ? shared.totals[threadIdx.x] : own_totals);
+  HeadResult<Config> result(shared.totals + (HeadTotals<Config>::kUsed ? threadIdx.x : 0));
   const FoldPlace<Config> place(member);
   bool new_sequence = false;
 #pragma unroll 1

@@ -79,12 +79,12 @@ struct FoldPlace {
       : row(member.thread / kThreadsPerRow), column(member.thread % kThreadsPerRow * 4) {}
 };
 
-/// What a thread has of a head. With 16 rows over bytes, registers are too short for it.
+/// Shared memory for what a thread has of a head. With 16 rows over bytes registers do not hold it.
 template <typename Config>
 struct HeadTotals {
   static constexpr int kPasses = Config::kDim / Config::kPassColumns;
-  static constexpr bool kShared = kQuantized<typename Config::Element> && Config::kTiles > 1;
-  PartOfRow parts[kPasses];
+  static constexpr bool kUsed = kQuantized<typename Config::Element> && Config::kTiles > 1;
+  PartOfRow parts[kUsed ? kPasses : 1];
 };
 
 template <typename Config>
@@ -93,9 +93,8 @@ class HeadResult {
   static constexpr int kPasses = HeadTotals<Config>::kPasses;
   using Place = FoldPlace<Config>;
 
-  /// `totals`: this thread's own.
-  __device__ __forceinline__ explicit HeadResult(HeadTotals<Config>& totals)
-      : total_(totals.parts) {}
+  /// `totals`: this thread's own, where they are used.
+  __device__ __forceinline__ explicit HeadResult(HeadTotals<Config>* totals) : totals_(totals) {}
 
   /// The team begins its part of a head at `first_group`. `slot`: where partial results go, if the
   /// part is not the whole head.
@@ -131,9 +130,9 @@ class HeadResult {
       if (present_) {
         const PartOfRow part = fold_slices(buffers, place);
         if (group == 0) {
-          total_[pass] = part;
+          total(pass) = part;
         } else if (first_group_ == 0) {
-          fold(total_[pass], part);
+          fold(total(pass), part);
         } else {
           store_partial(params, place, pass, group, part);
         }
@@ -150,8 +149,7 @@ class HeadResult {
     if (first_group_ == 0 && last_group + 1 == num_groups) return true;
     if (first_group_ == 0 && present_) {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass)
-        store_partial(params, place, pass, 0, total_[pass]);
+      for (int pass = 0; pass < kPasses; ++pass) store_partial(params, place, pass, 0, total(pass));
     }
     const int first_count =
         bring(params, member, buffers, last_group + 1 - first_group_, num_groups);
@@ -159,7 +157,7 @@ class HeadResult {
     if (present_) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass)
-        total_[pass] = fold_partials(params, place, pass, first_count, num_groups);
+        total(pass) = fold_partials(params, place, pass, first_count, num_groups);
     }
     return true;
   }
@@ -184,7 +182,7 @@ class HeadResult {
       if (present_) add_to_state(p, place, at, m, l);
     }
     if (p.out.data == nullptr || !present_) return;
-    const RowResult result(total_[0].m, total_[0].l, p.sinks == nullptr ? nullptr : p.sinks + head);
+    const RowResult result(total(0).m, total(0).l, p.sinks == nullptr ? nullptr : p.sinks + head);
     const std::int64_t at = p.out.row_offset(seq, token, head);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
@@ -192,7 +190,7 @@ class HeadResult {
       for (int half = 0; half < 2; ++half) {
         const int column = column_of(place, pass, half);
         if (column >= p.head_dim_v) continue;
-        const float4& o = total_[pass].o[half];
+        const float4& o = total(pass).o[half];
         store_out(p.out, at + column,
                   make_float4(result.value(o.x), result.value(o.y), result.value(o.z),
                               result.value(o.w)));
@@ -202,6 +200,14 @@ class HeadResult {
   }
 
  private:
+  __device__ __forceinline__ PartOfRow& total(int pass) {
+    if constexpr (HeadTotals<Config>::kUsed) {
+      return totals_->parts[pass];
+    } else {
+      return own_[pass];
+    }
+  }
+
   __device__ __forceinline__ static int column_of(const Place& place, int pass, int half) {
     return pass * Config::kPassColumns + half * Place::kHalf + place.column;
   }
@@ -342,12 +348,12 @@ class HeadResult {
     return total;
   }
 
-  /// total_ = merge(state, total_), and the state is that. An empty call leaves the state as it is,
+  /// total = merge(state, total), and the state is that. An empty call leaves the state as it is,
   /// bit for bit, and an empty state takes the call's.
   __device__ __forceinline__ void add_to_state(const AttentionProblem& p, const Place& place,
                                                std::int64_t row, float m, float l) {
     const bool merges = !p.state.fresh;
-    const Fold parts(m, l, total_[0].m, total_[0].l);
+    const Fold parts(m, l, total(0).m, total(0).l);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
@@ -355,7 +361,7 @@ class HeadResult {
         const int column = column_of(place, pass, half);
         if (column >= p.head_dim_v) continue;
         float* const at = p.state.o + row * p.head_dim_v + column;
-        float4& o = total_[pass].o[half];
+        float4& o = total(pass).o[half];
         if (merges) {
           const float4 before = load_four(at);
           o = make_float4(parts.value(before.x, o.x), parts.value(before.y, o.y),
@@ -365,12 +371,12 @@ class HeadResult {
       }
     }
     if (merges) {
-      total_[0].m = parts.m;
-      total_[0].l = parts.l;
+      total(0).m = parts.m;
+      total(0).l = parts.l;
     }
     if (place.column == 0) {
-      p.state.m[row] = total_[0].m;
-      p.state.l[row] = total_[0].l;
+      p.state.m[row] = total(0).m;
+      p.state.l[row] = total(0).l;
     }
   }
 
@@ -421,7 +427,8 @@ class HeadResult {
   int slot_ = 0;
   int group_stride_ = 0;  ///< floats
   float* partials_ = nullptr;
-  PartOfRow (&total_)[kPasses];
+  HeadTotals<Config>* totals_;
+  PartOfRow own_[HeadTotals<Config>::kUsed ? 1 : kPasses];
 };
 
 }  // namespace tiledattn::cuda
