@@ -37,6 +37,13 @@ def kernels(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def best_kernels(monkeypatch):
+    """The ones that are chosen where nothing else is asked for."""
+    monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", "best")
+    return "best"
+
+
 def _check_kernel(gpu, kernels, kv_dtype, dtype, case, operation="paged_attention"):
     """The case runs where the test means it to."""
     answer = ta.supports(
@@ -113,8 +120,8 @@ CASES = [
 @SIXTEEN
 @EACH_KV
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_paged_matches_reference(case, kv_dtype, dtype, kernels, gpu):
-    _check_kernel(gpu, kernels, kv_dtype, dtype, case)
+def test_paged_matches_reference(case, kv_dtype, dtype, best_kernels, gpu):
+    _check_kernel(gpu, best_kernels, kv_dtype, dtype, case)
     shapes = list(itertools.product(SCALES, SCALES))
     k_shape, v_shape = shapes[(CASES.index(case) * 7 + HALF_TYPES.index(dtype)) % len(shapes)]
     made = quantised.make(case, dtype, kv_dtype, k_shape, v_shape)
@@ -156,7 +163,7 @@ def _run_float32(gpu, made):
 @EACH_KV
 @pytest.mark.parametrize("shape", ["head", "block", "slot"])
 @pytest.mark.parametrize("size", [1e-20, 1e-9, 1e9, 1e20])
-def test_scales_of_any_size(size, shape, kv_dtype, dtype, kernels, gpu):
+def test_scales_of_any_size(size, shape, kv_dtype, dtype, best_kernels, gpu):
     """V of any size, and K with a softmax_scale that makes up for it."""
     score = cases.Score(True, softmax_scale=0.09 / size)
     case = cases.Paged("", (700, 5), 2, 16, 8, 2, 128, score=score)
@@ -175,7 +182,7 @@ def test_scales_of_any_size(size, shape, kv_dtype, dtype, kernels, gpu):
 @pytest.mark.parametrize("shape", ["block", "slot"])
 @pytest.mark.parametrize("decades", [2, 8])
 @pytest.mark.parametrize("order", ["mixed", "growing", "shrinking"])
-def test_scales_far_apart(order, decades, shape, head_dim, kv_dtype, dtype, kernels, gpu):
+def test_scales_far_apart(order, decades, shape, head_dim, kv_dtype, dtype, best_kernels, gpu):
     """V's scales differ by many orders within a sequence: a weight times its scale leaves fp16."""
     case = cases.Paged("", (1504, 304, 48), None, 16, 8, 2, head_dim, spread=3.0)
     made = quantised.make(case, dtype, kv_dtype, shape)
@@ -197,7 +204,7 @@ def test_scales_far_apart(order, decades, shape, head_dim, kv_dtype, dtype, kern
 
 @EACH_KV
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
-def test_queries_of_any_size(size, kv_dtype, kernels, gpu):
+def test_queries_of_any_size(size, kv_dtype, best_kernels, gpu):
     """bf16 reaches much further than fp16, in which the products are made."""
     for head_dim, q_lens in ((64, None), (128, 3), (256, None)):
         score = cases.Score(True, softmax_scale=0.05 / size)
@@ -207,7 +214,7 @@ def test_queries_of_any_size(size, kv_dtype, kernels, gpu):
 
 
 @EACH_KV
-def test_rows_of_very_different_queries(kv_dtype, kernels, gpu):
+def test_rows_of_very_different_queries(kv_dtype, best_kernels, gpu):
     """Each row has a size of its own, and elements of a row differ by six orders."""
     case = cases.Paged("", (700, 33), 2, 16, 8, 2, 128)
     made = quantised.make(case, "bfloat16", kv_dtype, "slot")
@@ -221,7 +228,7 @@ def test_rows_of_very_different_queries(kv_dtype, kernels, gpu):
 @SIXTEEN
 @EACH_KV
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_queries_that_are_no_numbers(value, kv_dtype, dtype, kernels, gpu):
+def test_queries_that_are_no_numbers(value, kv_dtype, dtype, best_kernels, gpu):
     case = cases.Paged("", (300, 70), None, 16, 8, 2, 128)
     made = quantised.make(case, dtype, kv_dtype, "head")
     codes = np.abs(made.data.k_pool.astype(np.float32)) + 1
@@ -242,7 +249,7 @@ def _all_codes(kv_dtype):
 @EACH_KV
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", ["number", "slot"])
-def test_every_code_of_v(shape, head_dim, kv_dtype, dtype, kernels, gpu):
+def test_every_code_of_v(shape, head_dim, kv_dtype, dtype, best_kernels, gpu):
     """Keys of equal weight and equal V: the output is V, every code in some columns, NaN and subnormals too."""
     heads = 256 // head_dim
     scale = 1.0 if shape == "number" else np.full((1, 8, heads), 0.75, np.float32)
@@ -262,7 +269,7 @@ def test_every_code_of_v(shape, head_dim, kv_dtype, dtype, kernels, gpu):
 @EACH_KV
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", ["number", "block"])
-def test_every_code_of_k(shape, head_dim, kv_dtype, dtype, kernels, gpu):
+def test_every_code_of_k(shape, head_dim, kv_dtype, dtype, best_kernels, gpu):
     """256 sequences of one key: the lse is the score, which is the code in one column."""
     codes = _all_codes(kv_dtype)
     scale = 1.0 if shape == "number" else np.full((256, 1), 0.75, np.float32)
@@ -291,7 +298,7 @@ def test_every_code_of_k(shape, head_dim, kv_dtype, dtype, kernels, gpu):
 @SIXTEEN
 @EACH_KV
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_each_column_of_q_meets_its_own_of_k(head_dim, kv_dtype, dtype, kernels, gpu):
+def test_each_column_of_q_meets_its_own_of_k(head_dim, kv_dtype, dtype, best_kernels, gpu):
     """Sequence i has a query that is 1 in column i alone: its score is the code there."""
     codes = np.roll(_all_codes(kv_dtype)[1:100], 3)
     row = np.resize(codes, head_dim)
@@ -322,15 +329,15 @@ TILED = [
 @EACH_KV
 @pytest.mark.parametrize("shape", SCALES)
 @pytest.mark.parametrize("case", TILED, ids=str)
-def test_tiles_match_reference(case, shape, kv_dtype, dtype, kernels, gpu):
-    _check_kernel(gpu, kernels, kv_dtype, dtype, case.paged, "tiled_attention")
+def test_tiles_match_reference(case, shape, kv_dtype, dtype, best_kernels, gpu):
+    _check_kernel(gpu, best_kernels, kv_dtype, dtype, case.paged, "tiled_attention")
     got, want = quantised.run_tiled(gpu, case, dtype, kv_dtype, shape)
     compare.result_close(got, want, dtype)
 
 
 @EACH_KV
 @pytest.mark.parametrize("shape", ["head", "slot"])
-def test_state_holds_what_the_cache_stands_for(shape, kv_dtype, kernels, gpu):
+def test_state_holds_what_the_cache_stands_for(shape, kv_dtype, best_kernels, gpu):
     """After each tile; so tiles with other scales, or of 16 bits, may follow."""
     case = TILED[0]
     made = quantised.make(case.paged, "bfloat16", kv_dtype, shape)
@@ -361,7 +368,7 @@ def _only(made, rows):
 @EACH_KV
 @pytest.mark.parametrize("shape", ["head", "slot"])
 @pytest.mark.parametrize("sizes", [(8, 2, 128), (32, 2, 128), (8, 2, 64), (4, 2, 256)], ids=str)
-def test_same_bits_in_random_company(sizes, shape, kv_dtype, kernels, gpu):
+def test_same_bits_in_random_company(sizes, shape, kv_dtype, best_kernels, gpu):
     lengths = _random_lengths(1, 12, 6000)
     made = quantised.make(cases.Paged("", lengths, None, 16, *sizes), "bfloat16", kv_dtype, shape)
     out, lse = made.run(gpu)
@@ -390,7 +397,7 @@ def test_same_bits_whatever_the_workspace(shape, kv_dtype, gpu):
 @SIXTEEN
 @EACH_KV
 @pytest.mark.parametrize("shape", ["head", "block", "slot"])
-def test_replays_follow_new_contents(shape, kv_dtype, dtype, kernels, gpu):
+def test_replays_follow_new_contents(shape, kv_dtype, dtype, best_kernels, gpu):
     """Lengths, tables, codes and scales."""
     if gpu.name != "torch":
         pytest.skip("steers torch's graphs")
@@ -437,7 +444,7 @@ def test_replays_follow_new_contents(shape, kv_dtype, dtype, kernels, gpu):
 @EACH_KV
 @pytest.mark.parametrize("shape", ["head", "block", "slot"])
 @pytest.mark.parametrize("block", [10**6, -1])
-def test_wrong_block_ids_are_nan_and_raised(block, shape, kv_dtype, kernels, gpu):
+def test_wrong_block_ids_are_nan_and_raised(block, shape, kv_dtype, best_kernels, gpu):
     """Neither keys nor scales of a block outside the pool are read."""
     made = quantised.make(cases.Paged("", (400, 333, 50), None, 16, 8, 2, 128), "bfloat16", kv_dtype, shape)
     want = made.want()
