@@ -150,38 +150,47 @@ __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
   }
 }
 
-/// q . k of this lane's key for each of the warp's rows. Sums of one sign lose a bit of their last
-/// places with each addition, so wide heads are summed in parts.
+/// Columns begin .. end - 1 of q . k of this lane's key, for each of the warp's rows.
+template <typename Config>
+__device__ __forceinline__ void make_dots(const AttendShared<Config>& shared, int first_row,
+                                          int begin, int end, float (&dots)[Config::kRowsPerWarp]) {
+  float4 sums[Config::kRowsPerWarp];
+#pragma unroll
+  for (int i = 0; i < Config::kRowsPerWarp; ++i) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const float* const key = shared.k[lane_index()];
+#pragma unroll 2
+  for (int d = begin; d < end; d += 4) {
+    const float4 k = *reinterpret_cast<const float4*>(key + d);
+#pragma unroll
+    for (int i = 0; i < Config::kRowsPerWarp; ++i) {
+      const float4 q = *reinterpret_cast<const float4*>(&shared.q[first_row + i][d]);
+      sums[i].x = fmaf(q.x, k.x, sums[i].x);
+      sums[i].y = fmaf(q.y, k.y, sums[i].y);
+      sums[i].z = fmaf(q.z, k.z, sums[i].z);
+      sums[i].w = fmaf(q.w, k.w, sums[i].w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kRowsPerWarp; ++i) {
+    dots[i] = __fadd_rn(__fadd_rn(sums[i].x, sums[i].y), __fadd_rn(sums[i].z, sums[i].w));
+  }
+}
+
+/// q . k of this lane's key for each of the warp's rows. Each addition to a sum of one sign rounds
+/// off more than the one before, so rows beyond 128 columns are summed in parts.
 template <typename Config>
 __device__ void make_dots(const AttendShared<Config>& shared, int first_row, int head_dim,
                           float (&dots)[Config::kRowsPerWarp]) {
   constexpr int kPart = 64;
-  const float* const key = shared.k[lane_index()];
+  if constexpr (Config::kDim <= 128) return make_dots(shared, first_row, 0, head_dim, dots);
 #pragma unroll
   for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = 0.0f;
 #pragma unroll 1
-  for (int part = 0; part < head_dim; part += kPart) {
-    const int end = min(part + kPart, head_dim);
-    float4 sums[Config::kRowsPerWarp];
+  for (int begin = 0; begin < head_dim; begin += kPart) {
+    float part[Config::kRowsPerWarp];
+    make_dots(shared, first_row, begin, min(begin + kPart, head_dim), part);
 #pragma unroll
-    for (int i = 0; i < Config::kRowsPerWarp; ++i) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
-    for (int d = part; d < end; d += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(key + d);
-#pragma unroll
-      for (int i = 0; i < Config::kRowsPerWarp; ++i) {
-        const float4 q = *reinterpret_cast<const float4*>(&shared.q[first_row + i][d]);
-        sums[i].x = fmaf(q.x, k.x, sums[i].x);
-        sums[i].y = fmaf(q.y, k.y, sums[i].y);
-        sums[i].z = fmaf(q.z, k.z, sums[i].z);
-        sums[i].w = fmaf(q.w, k.w, sums[i].w);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < Config::kRowsPerWarp; ++i) {
-      const float pairs = __fadd_rn(sums[i].x, sums[i].y);
-      dots[i] = __fadd_rn(dots[i], __fadd_rn(pairs, __fadd_rn(sums[i].z, sums[i].w)));
-    }
+    for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = __fadd_rn(dots[i], part[i]);
   }
 }
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     prefetch_tensor_map(params.k);
     prefetch_tensor_map(params.v);
     prefetch_tensor_map(params.out);
-    shared.init_barriers(params.clears_values);
+    shared.init_barriers(params);
   }
   __syncthreads();
   // The blocks of a next call may take the places of those that have ended.

@@ -53,23 +53,18 @@ __device__ __forceinline__ void load_pages(const PrefillSm90Params& params, cons
   __syncwarp();
 }
 
-/// One lane arrives when the warp has read what it needs.
-__device__ __forceinline__ void arrive_as_warp(MBarrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier.arrive();
-}
-
 /// A warp: K, the key tiles from the last to the first. Asks for the next work as well.
 template <typename Config>
 __device__ __forceinline__ void load_paged_keys(const PrefillSm90Params& params,
                                                 PrefillSm90Shared<Config>& shared) {
   RingPlace<Config::kStages> keys;
+  const bool first_lane = threadIdx.x % 32 == 0;
   for (RingPlace<kWorkPlaces> place;; place.advance()) {
     shared.work_full[place.index()].wait(place.parity());
     const WorkTile& work = shared.work[place.index()];
     if (work.none()) break;
     const int ask_at = min(work.end - 1, work.begin + kNotice);
-    if (!work.has_keys()) arrive_as_warp(shared.work_wanted);
+    if (!work.has_keys() && first_lane) shared.work_wanted.arrive();
 #pragma unroll 1
     for (int tile = work.end - 1; tile >= work.begin; --tile) {
       const unsigned i = keys.index();
@@ -77,9 +72,9 @@ __device__ __forceinline__ void load_paged_keys(const PrefillSm90Params& params,
                          {shared.k[i], shared.k_full[i], shared.k_empty[i], keys.parity()}, work,
                          tile);
       keys.advance();
-      if (tile == ask_at) arrive_as_warp(shared.work_wanted);
+      if (tile == ask_at && first_lane) shared.work_wanted.arrive();
     }
-    arrive_as_warp(shared.work_empty[place.index()]);
+    shared.work_empty[place.index()].arrive();
   }
 }
 
@@ -108,7 +103,7 @@ __device__ __forceinline__ void load_paged_values(const PrefillSm90Params& param
       if (work.needs_clearing && tile == max(work.begin, last - 1))
         tails.clear(shared, work, last_stage);
     }
-    arrive_as_warp(shared.work_empty[place.index()]);
+    shared.work_empty[place.index()].arrive();
   }
 }
 

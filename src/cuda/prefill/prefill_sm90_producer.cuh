@@ -179,8 +179,7 @@ __device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
     if (work.none()) break;
     if (work.needs_clearing) tails.clear(shared, work, values.index());
     values.steps += static_cast<unsigned>(work.end - work.begin);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.work_empty[place.index()].arrive();
+    shared.work_empty[place.index()].arrive();
   }
 }
 

@@ -41,7 +41,7 @@ struct alignas(1024) PrefillSm90Shared {
   MBarrier work_empty[kWorkPlaces];
   MBarrier work_wanted;
 
-  __device__ void init_barriers(bool clears_values) {
+  __device__ void init_barriers(const PrefillSm90Params& params) {
     constexpr int kWarps = 4 * Config::kConsumers;  // each warp says for itself that it is done
     for (unsigned i = 0; i < Config::kQueryPlaces; ++i) {
       q_full[i].init(1);
@@ -56,8 +56,10 @@ struct alignas(1024) PrefillSm90Shared {
     }
     for (unsigned i = 0; i < kWorkPlaces; ++i) {
       work_full[i].init(1);
-      // Every lane of the consumers, and each that loads or clears.
-      work_empty[i].init(32 * kWarps + (clears_values ? 3 : 2));
+      // Every lane that reads the work: of the consumers and of the warps that load pages or clear,
+      // and the threads that load.
+      const int others = params.page_rows > 0 ? 2 * 32 + 1 : params.clears_values ? 32 + 2 : 2;
+      work_empty[i].init(32 * kWarps + others);
       repeat[i] = 0;
     }
     work_wanted.init(1);
