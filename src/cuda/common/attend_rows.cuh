@@ -181,16 +181,19 @@ __device__ __forceinline__ void make_dots(const AttendShared<Config>& shared, in
 template <typename Config>
 __device__ void make_dots(const AttendShared<Config>& shared, int first_row, int head_dim,
                           float (&dots)[Config::kRowsPerWarp]) {
-  constexpr int kPart = 64;
-  if constexpr (Config::kDim <= 128) return make_dots(shared, first_row, 0, head_dim, dots);
+  if constexpr (Config::kDim <= 128) {
+    make_dots(shared, first_row, 0, head_dim, dots);
+  } else {
+    constexpr int kPart = 64;
 #pragma unroll
-  for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = 0.0f;
+    for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = 0.0f;
 #pragma unroll 1
-  for (int begin = 0; begin < head_dim; begin += kPart) {
-    float part[Config::kRowsPerWarp];
-    make_dots(shared, first_row, begin, min(begin + kPart, head_dim), part);
+    for (int begin = 0; begin < head_dim; begin += kPart) {
+      float part[Config::kRowsPerWarp];
+      make_dots(shared, first_row, begin, min(begin + kPart, head_dim), part);
 #pragma unroll
-    for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = __fadd_rn(dots[i], part[i]);
+      for (int i = 0; i < Config::kRowsPerWarp; ++i) dots[i] = __fadd_rn(dots[i], part[i]);
+    }
   }
 }
 
