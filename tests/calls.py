@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import compare
 import reference
 import tiledattn as ta
 
@@ -50,6 +51,14 @@ def want_tiled(data, num_tiles=None, **options):
 
 def run_paged(device, data, **kwargs):
     return device.call(ta.paged_attention, *data.args, **{**data.kwargs, "return_lse": True, **kwargs})
+
+
+def check_ragged_alone(device, data, got):
+    """Each sequence of a ragged call has the bits that it has alone."""
+    out, lse = got
+    for b in range(len(data.seq_lens)):
+        one, rows = data.alone(b)
+        compare.same_bits(run_paged(device, one), (out[rows], lse[rows]), f"sequence {b} alone")
 
 
 def want_paged(data, **kwargs):

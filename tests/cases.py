@@ -20,6 +20,14 @@ def random(rng, shape, dtype, scale=1.0):
     return (rng.standard_normal(shape) * scale).astype(NP_DTYPE[dtype])
 
 
+def random_lengths(seed, count, longest):
+    """As many short sequences as long ones, and an empty one."""
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.uniform(0, np.log(longest), count)).astype(int)
+    lengths[rng.integers(count)] = 0
+    return tuple(int(n) for n in lengths)
+
+
 def random_values(rng, shape, dtype):
     """V. Rows of few elements get one sign: else some sum to nearly zero, where no relative bound holds."""
     v = random(rng, shape, dtype)
@@ -182,6 +190,17 @@ class PagedArrays(NamedTuple):
     @property
     def args(self):
         return self[:5]
+
+    def alone(self, b):
+        """Ragged queries: sequence ``b`` without the others, and the slice of its rows."""
+        rows = slice(*self.cu_seqlens_q[b : b + 2])
+        one = self._replace(
+            q=self.q[rows],
+            block_table=self.block_table[[b]],
+            seq_lens=self.seq_lens[[b]],
+            cu_seqlens_q=np.array([0, rows.stop - rows.start], np.int32),
+        )
+        return one, rows
 
     @property
     def kwargs(self):

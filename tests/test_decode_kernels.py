@@ -29,16 +29,9 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-def _random_lengths(seed, count, longest):
-    rng = np.random.default_rng(seed)
-    lengths = np.exp(rng.uniform(0, np.log(longest), count)).astype(int)
-    lengths[rng.integers(count)] = 0
-    return tuple(int(n) for n in lengths)
-
-
 CASES = [
     *(
-        cases.Paged(f"d{d}_dv{dv}_g{g}", _random_lengths(d + g, 5, 3000), None, 16, 2 * g, 2, d, dv)
+        cases.Paged(f"d{d}_dv{dv}_g{g}", cases.random_lengths(d + g, 5, 3000), None, 16, 2 * g, 2, d, dv)
         for d, dv, g in [
             (64, 64, 4),
             (64, 64, 7),
@@ -60,7 +53,7 @@ CASES = [
         ]
     ),
     *(
-        cases.Paged(f"block_{block}_d{d}", _random_lengths(block, 6, 1500), None, block, 8, 2, d)
+        cases.Paged(f"block_{block}_d{d}", cases.random_lengths(block, 6, 1500), None, block, 8, 2, d)
         for block, d in itertools.product((8, 16, 24, 32, 48, 64, 128, 256), (64, 128, 256))
     ),
     *(
@@ -208,7 +201,7 @@ def _only(data, rows):
 @pytest.mark.parametrize("sizes", [(8, 2, 128), (16, 1, 128), (8, 8, 64), (4, 2, 256)], ids=str)
 def test_same_bits_in_random_company(sizes, dtype, kernels, gpu):
     num_q_heads, num_kv_heads, head_dim = sizes
-    lengths = _random_lengths(1, 12, 6000)
+    lengths = cases.random_lengths(1, 12, 6000)
     data = cases.Paged("", lengths, None, 16, num_q_heads, num_kv_heads, head_dim).make(dtype)
     out, lse = calls.run_paged(gpu, data)
     compare.result_close((out, lse), calls.want_paged(data), dtype)

@@ -61,16 +61,9 @@ def _check_kernel(gpu, kernels, kv_dtype, dtype, case, operation="paged_attentio
     assert answer.kernel == ("cuda_decode_sm90" if hopper else "cuda_decode_plain"), answer
 
 
-def _random_lengths(seed, count, longest):
-    rng = np.random.default_rng(seed)
-    lengths = np.exp(rng.uniform(0, np.log(longest), count)).astype(int)
-    lengths[rng.integers(count)] = 0
-    return tuple(int(n) for n in lengths)
-
-
 CASES = [
     *(
-        cases.Paged(f"d{d}_dv{dv}_g{g}", _random_lengths(d + g, 5, 3000), None, 16, 2 * g, 2, d, dv)
+        cases.Paged(f"d{d}_dv{dv}_g{g}", cases.random_lengths(d + g, 5, 3000), None, 16, 2 * g, 2, d, dv)
         for d, dv, g in [
             (64, 64, 4),
             (64, 64, 12),
@@ -89,7 +82,7 @@ CASES = [
         ]
     ),
     *(
-        cases.Paged(f"block_{block}_d{d}", _random_lengths(block, 6, 1500), None, block, 8, 2, d)
+        cases.Paged(f"block_{block}_d{d}", cases.random_lengths(block, 6, 1500), None, block, 8, 2, d)
         for block, d in itertools.product((8, 24, 32, 64, 128, 256), (64, 128, 256))
     ),
     *(
@@ -369,7 +362,7 @@ def _only(made, rows):
 @pytest.mark.parametrize("shape", ["head", "slot"])
 @pytest.mark.parametrize("sizes", [(8, 2, 128), (32, 2, 128), (8, 2, 64), (4, 2, 256)], ids=str)
 def test_same_bits_in_random_company(sizes, shape, kv_dtype, best_kernels, gpu):
-    lengths = _random_lengths(1, 12, 6000)
+    lengths = cases.random_lengths(1, 12, 6000)
     made = quantised.make(cases.Paged("", lengths, None, 16, *sizes), "bfloat16", kv_dtype, shape)
     out, lse = made.run(gpu)
     compare.result_close((out, lse), made.want(), "bfloat16")

@@ -54,17 +54,9 @@ def test_paged_other_blocks_and_wider_tables(device, dtype):
 def test_ragged_alone_or_in_company(device, dtype):
     q_lens = (7, 1, 64, 2, 30)
     data = _paged(dtype, q_lens)
-    out, lse = calls.run_paged(device, data)
-    for b in range(len(q_lens)):
-        rows = slice(data.cu_seqlens_q[b], data.cu_seqlens_q[b + 1])
-        alone = data._replace(
-            q=data.q[rows],
-            block_table=data.block_table[[b]],
-            seq_lens=data.seq_lens[[b]],
-            cu_seqlens_q=np.array([0, q_lens[b]], np.int32),
-        )
-        compare.same_bits(calls.run_paged(device, alone), (out[rows], lse[rows]), f"sequence {b} alone")
-    compare.same_bits(calls.run_paged(device, data, max_seqlen_q=64), (out, lse), "with max_seqlen_q")
+    got = calls.run_paged(device, data)
+    calls.check_ragged_alone(device, data, got)
+    compare.same_bits(calls.run_paged(device, data, max_seqlen_q=64), got, "with max_seqlen_q")
 
 
 def test_tiled_whatever_the_object_holds(device, dtype):

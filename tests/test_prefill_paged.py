@@ -94,18 +94,10 @@ def test_heads_before_tokens(gpu):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_do_not_depend_on_company(head_dim, gpu):
-    data, (out, lse) = _check(gpu, cases.Paged("", SEQ_LENS, RAGGED, 16, 6, 2, head_dim), "bfloat16")
-    for b in range(len(SEQ_LENS)):
-        rows = slice(data.cu_seqlens_q[b], data.cu_seqlens_q[b + 1])
-        one = data._replace(
-            q=data.q[rows],
-            block_table=data.block_table[[b]],
-            seq_lens=data.seq_lens[[b]],
-            cu_seqlens_q=np.array([0, RAGGED[b]], np.int32),
-        )
-        compare.same_bits(calls.run_paged(gpu, one), (out[rows], lse[rows]), f"sequence {b} alone")
+    data, got = _check(gpu, cases.Paged("", SEQ_LENS, RAGGED, 16, 6, 2, head_dim), "bfloat16")
+    calls.check_ragged_alone(gpu, data, got)
     for _ in range(20):
-        compare.same_bits(calls.run_paged(gpu, data), (out, lse), "again")
+        compare.same_bits(calls.run_paged(gpu, data), got, "again")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
