@@ -136,4 +136,36 @@ inline Tensor numbers(const std::vector<std::int64_t>& values, Shape shape = {})
   return kept.back();
 }
 
+/// Scales of pools [5, 4, 2, ...], of float32 in a call that is right: none, one too many, of a
+/// wrong type, shape, value or place.
+template <typename Args>
+void add_scale_refusals(std::vector<Refusal<Args>>& refusals) {
+  using R = Refusal<Args>;
+  const std::vector<R> more = {
+      {R::kType,
+       [](auto& a) { a.k_pool.dtype = DType::int8; },
+       {"v_pool", "float32", "int8 like k_pool"}},
+      {R::kValue, [](auto& a) { a.k_scale = 0.5; }, {"k_scale", "float32 pools", "None"}},
+      {R::kValue,
+       [](auto& a) { a.v_scale = numbers({1, 2}); },
+       {"v_scale", "float32 pools", "None"}},
+      {R::kValue, [](auto& a) { quantized(a); }, {"k_scale", "None", "num_kv_heads=2"}},
+      {R::kValue,
+       [](auto& a) { quantized(a, 0.5); },
+       {"v_scale", "None", "[num_blocks=5, block_size=4, num_kv_heads=2]"}},
+      {R::kValue, [](auto& a) { quantized(a, -0.5, 1.0); }, {"k_scale", "-0.5", "> 0"}},
+      {R::kValue, [](auto& a) { quantized(a, 1.0, kNan); }, {"v_scale", "nan", "finite"}},
+      {R::kType,
+       [](auto& a) { quantized(a, 1.0, numbers({1, 2})); },
+       {"v_scale", "int", "float32"}},
+      {R::kValue,
+       [](auto& a) { quantized(a, floats({5, 4}), 1.0); },
+       {"k_scale", "[5, 4]", "[num_blocks=5, num_kv_heads=2]"}},
+      {R::kValue,
+       [](auto& a) { quantized(a, 1.0, on(floats({2}), kGpu)); },
+       {"v_scale", "cuda:0", "cpu"}},
+  };
+  refusals.insert(refusals.end(), more.begin(), more.end());
+}
+
 }  // namespace test

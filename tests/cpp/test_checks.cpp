@@ -175,7 +175,7 @@ TEST(paged_attention_refusals) {
   right.seq_lens = numbers({5, 9});
   right.out = out;
   right.lse = lse.tensor();
-  const std::vector<R> refusals = {
+  std::vector<R> refusals = {
       {R::kType, [](auto& a) { a.q.dtype = kBool; }, {"q", "bool", "float32"}},
       {R::kType, [](auto& a) { a.k_pool.dtype = kUint32; }, {"k_pool", "uint32", "int8"}},
       {R::kType, [](auto& a) { a.v_pool.dtype = kUint32; }, {"v_pool", "uint32", "float32"}},
@@ -185,28 +185,6 @@ TEST(paged_attention_refusals) {
       {R::kType,
        [](auto& a) { a.v_pool.dtype = DType::float16; },
        {"v_pool", "float16", "float32 like q"}},
-      {R::kType,
-       [](auto& a) { a.k_pool.dtype = DType::int8; },
-       {"v_pool", "float32", "int8 like k_pool"}},
-      {R::kValue, [](auto& a) { a.k_scale = 0.5; }, {"k_scale", "float32 pools", "None"}},
-      {R::kValue,
-       [](auto& a) { a.v_scale = numbers({1, 2}); },
-       {"v_scale", "float32 pools", "None"}},
-      {R::kValue, [](auto& a) { quantized(a); }, {"k_scale", "None", "num_kv_heads=2"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, 0.5); },
-       {"v_scale", "None", "[num_blocks=5, block_size=4, num_kv_heads=2]"}},
-      {R::kValue, [](auto& a) { quantized(a, -0.5, 1.0); }, {"k_scale", "-0.5", "> 0"}},
-      {R::kValue, [](auto& a) { quantized(a, 1.0, kNan); }, {"v_scale", "nan", "finite"}},
-      {R::kType,
-       [](auto& a) { quantized(a, 1.0, numbers({1, 2})); },
-       {"v_scale", "int", "float32"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, floats({5, 4}), 1.0); },
-       {"k_scale", "[5, 4]", "[num_blocks=5, num_kv_heads=2]"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, 1.0, on(floats({2}), kGpu)); },
-       {"v_scale", "cuda:0", "cpu"}},
       {R::kType,
        [](auto& a) { a.block_table.dtype = kUint32; },
        {"block_table", "uint32", "int32 or int64"}},
@@ -300,6 +278,7 @@ TEST(paged_attention_refusals) {
        [](auto& a) { a.block_table = numbers({1, -1, 0, 4, 2, 0}, {2, 3}); },
        {"block_table", "sequence 0", "column 1", "block id -1", "0 to 4"}},
   };
+  add_scale_refusals(refusals);
   check_refusals<PagedArgs>(right, [](const PagedArgs& a) { paged_attention(a); }, refusals, out);
 }
 
@@ -395,35 +374,13 @@ TEST(write_kv_refusals) {
   right.k_pool = k_pool;
   right.v_pool = v_pool;
   right.slot_mapping = numbers({0, 19, -1});
-  const std::vector<R> refusals = {
+  std::vector<R> refusals = {
       {R::kType, [](auto& a) { a.k.dtype = DType::int32; }, {"k", "int32", "float32"}},
       {R::kType, [](auto& a) { a.v.dtype = DType::float16; }, {"v", "float16", "float32"}},
       {R::kType,
        [](auto& a) { a.k_pool.dtype = DType::float16; },
        {"k_pool", "float16", "float32"}},
       {R::kType, [](auto& a) { a.v_pool.dtype = kFloat64; }, {"v_pool", "float64", "float32"}},
-      {R::kType,
-       [](auto& a) { a.k_pool.dtype = DType::int8; },
-       {"v_pool", "float32", "int8 like k_pool"}},
-      {R::kValue, [](auto& a) { a.k_scale = 0.5; }, {"k_scale", "float32 pools", "None"}},
-      {R::kValue,
-       [](auto& a) { a.v_scale = numbers({1, 2}); },
-       {"v_scale", "float32 pools", "None"}},
-      {R::kValue, [](auto& a) { quantized(a); }, {"k_scale", "None", "num_kv_heads=2"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, 0.5); },
-       {"v_scale", "None", "[num_blocks=5, block_size=4, num_kv_heads=2]"}},
-      {R::kValue, [](auto& a) { quantized(a, -0.5, 1.0); }, {"k_scale", "-0.5", "> 0"}},
-      {R::kValue, [](auto& a) { quantized(a, 1.0, kNan); }, {"v_scale", "nan", "finite"}},
-      {R::kType,
-       [](auto& a) { quantized(a, 1.0, numbers({1, 2})); },
-       {"v_scale", "int", "float32"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, floats({5, 4}), 1.0); },
-       {"k_scale", "[5, 4]", "[num_blocks=5, num_kv_heads=2]"}},
-      {R::kValue,
-       [](auto& a) { quantized(a, 1.0, on(floats({2}), kGpu)); },
-       {"v_scale", "cuda:0", "cpu"}},
       {R::kType,
        [](auto& a) { a.slot_mapping.dtype = kUint32; },
        {"slot_mapping", "uint32", "int32"}},
@@ -455,6 +412,7 @@ TEST(write_kv_refusals) {
        [](auto& a) { a.slot_mapping = numbers({0, 1, 20}); },
        {"slot_mapping", "token 2", "slot 20", "0 to 19"}},
   };
+  add_scale_refusals(refusals);
   check_refusals<WriteKvArgs>(right, [](const WriteKvArgs& a) { write_kv(a); }, refusals, k_pool);
 }
 
