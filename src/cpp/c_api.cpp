@@ -4,49 +4,22 @@
 
 #include <cmath>
 #include <cstdio>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "c_api_convert.h"
+#include "c_api_guard.h"
 #include "tiledattn/tiledattn.h"
 
 namespace tiledattn {
+
+using c_api::guarded;
+
 namespace {
 
 // A fixed buffer: writing the message of a failed allocation must not allocate.
 thread_local char last_error[2048] = "";
-
-tiledattn_status failed(tiledattn_status status, const char* message) {
-  std::snprintf(last_error, sizeof last_error, "%s", message);
-  return status;
-}
-
-/// Runs `body`; no exception leaves.
-template <typename Body>
-tiledattn_status guarded(Body&& body) noexcept {
-  try {
-    body();
-    return TILEDATTN_OK;
-  } catch (const TypeError& error) {
-    return failed(TILEDATTN_TYPE_ERROR, error.what());
-  } catch (const ValueError& error) {
-    return failed(TILEDATTN_VALUE_ERROR, error.what());
-  } catch (const IndexError& error) {
-    return failed(TILEDATTN_INDEX_ERROR, error.what());
-  } catch (const MemoryError& error) {
-    return failed(TILEDATTN_MEMORY_ERROR, error.what());
-  } catch (const CudaError& error) {
-    return failed(TILEDATTN_CUDA_ERROR, error.what());
-  } catch (const std::bad_alloc&) {
-    return failed(TILEDATTN_MEMORY_ERROR, "out of host memory");
-  } catch (const std::exception& error) {
-    return failed(TILEDATTN_INTERNAL_ERROR, error.what());
-  } catch (...) {
-    return failed(TILEDATTN_INTERNAL_ERROR, "an exception of unknown type");
-  }
-}
 
 template <std::size_t N>
 void copy_text(const std::string& from, char (&to)[N]) {
@@ -67,6 +40,12 @@ const char* lasting_text(std::string& storage, Make&& make) {
 }
 
 }  // namespace
+
+tiledattn_status c_api::failed(tiledattn_status status, const char* message) noexcept {
+  std::snprintf(last_error, sizeof last_error, "%s", message);
+  return status;
+}
+
 }  // namespace tiledattn
 
 using namespace tiledattn;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The C interface (C99), for engines in other languages. It offers what the C++ headers offer, but
- * for streaming (streaming.h and tile_source.h).
+ * The C interface (C99), for engines in other languages. It offers what the C++ headers offer;
+ * streaming is in c_streaming.h.
  *
  * Conventions
  * - A struct whose bytes are all zero holds the defaults. Optional members are pointers: NULL means
@@ -37,6 +37,8 @@ typedef enum tiledattn_status {
   TILEDATTN_MEMORY_ERROR = 4,   /* memory could not be had */
   TILEDATTN_CUDA_ERROR = 5,     /* a CUDA call failed */
   TILEDATTN_INTERNAL_ERROR = 6, /* a fault of the library */
+  TILEDATTN_TILE_ERROR = 7,     /* streaming: a tile could not be had from its source */
+  TILEDATTN_CANCELLED = 8,      /* streaming: another thread ended the call */
 } tiledattn_status;
 
 /* The message of this thread's last failed call; "" when none has failed. Valid until the thread's
