@@ -59,6 +59,49 @@ def test_ragged_alone_or_in_company(device, dtype):
     compare.same_bits(calls.run_paged(device, data, max_seqlen_q=64), got, "with max_seqlen_q")
 
 
+@pytest.mark.parametrize("q_lens", [16, 100, (100, 3, 30)], ids=["few", "many", "ragged"])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_windows_longer_than_a_sequence(heads, q_lens, device, dtype):
+    """A window between a sequence's length and the width of the table: others must not decide what it leaves out."""
+    score = cases.Score(True, (511, 0))
+    case = cases.Paged("", (500, 30, 200), q_lens, 16, 2 * heads, 2, 128, score=score)
+    data = case.make(dtype, spare_columns=0)
+    got = calls.run_paged(device, data)
+    for more in (1, 40):
+        table = np.pad(data.block_table, ((0, 0), (0, more)), constant_values=-7)
+        compare.same_bits(calls.run_paged(device, data._replace(block_table=table)), got, f"{more} wider")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("q_len", [1, 9, 16, 40])
+def test_tables_around_one_segment(q_len, heads, device, dtype):
+    """Room for more keys than any sequence has: 240, 256 and 272 slots, and many more."""
+    data = cases.Paged("", (150, 0, 200), q_len, 16, 2 * heads, 2, 128).make(dtype, spare_columns=2)
+    assert data.block_table.shape[1] == 15
+    got = calls.run_paged(device, data)
+    for more in (1, 2, 100):
+        table = np.pad(data.block_table, ((0, 0), (0, more)), constant_values=-7)
+        compare.same_bits(calls.run_paged(device, data._replace(block_table=table)), got, f"{more} wider")
+
+
+@pytest.mark.parametrize("window", [(None, None), (450, 0), (450, None), (None, 450)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_windows_alone_or_in_company(causal, window, device, dtype):
+    rng = np.random.default_rng(0)
+    lengths = (400, 90, 300)
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    q, k, v = (cases.random(rng, (cu[-1], heads, 64), dtype) for heads in (4, 2, 2))
+    score = cases.Score(causal, window).kwargs(None, 4)
+    out, lse = calls.run_flash(device, (q, k, v), score, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    for b, length in enumerate(lengths):
+        rows = slice(cu[b], cu[b + 1])
+        one = np.array([0, length], np.int32)
+        alone = calls.run_flash(
+            device, (q[rows], k[rows], v[rows]), score, cu_seqlens_q=one, cu_seqlens_k=one
+        )
+        compare.same_bits(alone, (out[rows], lse[rows]), f"sequence {b} alone")
+
+
 def test_tiled_whatever_the_object_holds(device, dtype):
     case = cases.Tiled("", cases.Paged("", seq_lens=(2500, 1, 700), num_q_heads=6), tile_blocks=(100, 30, 40))
     data = case.make(dtype)

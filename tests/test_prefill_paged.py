@@ -62,7 +62,7 @@ def test_options(score, head_dim, dtype, gpu):
 
 @pytest.mark.parametrize("q_len", [2100, 8200])
 def test_wide_tiles(q_len, gpu):
-    """Many queries: other tiles of rows and keys; some rows are before the beginning of their sequence."""
+    """Many queries, for which dense keys have wider tiles; some rows are before the beginning of their sequence."""
     _check(gpu, cases.Paged("", (q_len, 300), q_len, 16, 1, 1, 128), "bfloat16")
 
 

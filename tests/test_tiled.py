@@ -151,6 +151,29 @@ def test_query_before_the_keys_of_a_tile_sees_none(device):
     compare.out_close(out[0, 2], np.repeat(pool[2, :1, 0].astype(float), 2, 0), "float32")
 
 
+@pytest.mark.parametrize("kernels", ["best", "portable", "plain"])
+@pytest.mark.parametrize(
+    ("q_position", "kv_position"), [(2**32 + 40, 0), (0, 2**32 - 10), (2**59, 0), (0, 2**59)]
+)
+def test_positions_far_apart_see_nothing(q_position, kv_position, kernels, device, dtype, monkeypatch):
+    """Nor is a block id read that no query reaches, here one outside the pool."""
+    monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", kernels)
+    rng = np.random.default_rng(0)
+    q, pool = cases.random(rng, (1, 1, 2, 64), dtype), cases.random(rng, (2, 16, 1, 64), dtype)
+    dims = ta.TiledAttentionDims(
+        max_seqs=1, num_q_heads=2, num_kv_heads=1, head_dim=64, block_size=16, tile_capacity=3
+    )
+    attn = ta.TiledAttention(dims, device=device.device, window=(5, 0))
+    attn.begin_step(1)
+    at = {"kv_positions": np.array([kv_position]), "q_positions": np.array([q_position])}
+    blocks = np.array([[0, 1, 10**6]], np.int32)
+    device.call(attn.step_tile, q, pool, pool, blocks, np.array([3], np.int32), **at)
+    out, lse = device.call(attn.finalize, return_lse=True)
+    ta.check(device.device)
+    assert not out.astype(np.float32).any()
+    assert np.isneginf(lse).all()
+
+
 def test_shorter_query_than_max_q_len(device):
     for q_len in (1, 2):
         data = cases.Tiled("", cases.Paged("", seq_lens=(20, 40), q_lens=q_len), positions=True).make(

@@ -110,10 +110,11 @@ IndexView check_cu_seqlens(const char* argument, const Tensor& cu, Device device
   return view;
 }
 
-/// Drops sides of the window that keep no key of a sequence of up to `max_keys` keys out, so that
-/// they cost nothing and give the bits that no window gives. The last query is at the last key.
-void drop_idle_window(AttentionProblem& p, std::int64_t max_keys) {
-  if (p.window_left >= max_keys - 1) p.window_left = kNoWindow;
+/// Dense: drops sides of the window that keep no key out, so that they cost nothing and give the
+/// bits that no window gives. The last query is at the last key. Where lengths are known on the
+/// device alone, the host knows only bounds that depend on other sequences, which must not decide.
+void drop_idle_window(AttentionProblem& p) {
+  if (p.window_left >= p.dense_kv_len - 1) p.window_left = kNoWindow;
   if (p.window_right >= p.q_len - 1) p.window_right = kNoWindow;
 }
 
@@ -174,7 +175,7 @@ AttentionProblem check_flash_attention(const FlashArgs& args) {
   }
   p.causal = args.causal;
   set_score(p, args.score);
-  drop_idle_window(p, packed ? p.total_k : p.dense_kv_len);
+  if (!packed) drop_idle_window(p);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
   return p;
 }
@@ -245,7 +246,6 @@ AttentionProblem check_paged_attention(const PagedArgs& args) {
   p.seq_lens = check_index("seq_lens", args.seq_lens, q.device, "q", {{"num_seqs", p.num_seqs}});
   p.causal = args.causal;
   set_score(p, args.score);
-  drop_idle_window(p, p.table_width * p.block_size);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
   return p;
 }

@@ -103,7 +103,7 @@ TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64
 }
 
 /// Throws ValueError naming `workspace` when its bytes do not hold one sequence, or, on a GPU with
-/// packed q, all. The compute capability is 90 for 9.0; with 0 only the plain kernels are chosen.
+/// packed q, all. The compute capability is 90 for 9.0; below 80 only the plain kernels are chosen.
 Plan make_plan(const AttentionProblem& problem, Device device, std::int64_t workspace_bytes,
                int compute_capability = 0);
 

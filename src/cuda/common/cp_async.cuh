@@ -4,11 +4,9 @@
 
 #include <cstdint>
 
-namespace tiledattn::cuda {
+#include "common/shared_address.cuh"
 
-__device__ __forceinline__ std::uint32_t shared_address(const void* at) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(at));
-}
+namespace tiledattn::cuda {
 
 /// 16 bytes of `from`, or zeros, for which `from` may be anything. Both addresses are multiples of
 /// 16.

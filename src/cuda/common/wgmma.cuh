@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/shared_address.cuh"
 #include "common/wgmma_instructions.cuh"
 
 namespace tiledattn::cuda {
@@ -24,10 +25,6 @@ constexpr int kWgmmaRows = 64;
 constexpr int kWgmmaDepth = 16;
 constexpr int kSlabColumns = 64;
 constexpr int kSlabRowBytes = 128;
-
-__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -10,8 +10,9 @@
 // makes the rows of its sequence NaN.
 //
 // Barriers: one __syncthreads() pair while shares are found, where there are more than a few
-// sequences; from then on only those of a team, two for each pass of a fold. A warp waits for
-// nobody else's loads.
+// sequences; from then on only those of a team: two for each pass of a fold, two where a head is
+// shared with other teams, one before a result enters the state. A warp waits for nobody else's
+// loads.
 #pragma once
 
 #include <cstddef>

@@ -5,8 +5,10 @@
 // A block handles one (sequence, KV head, tile of rows, segment of keys); prefill has one segment.
 // Rows (query token, head of the group) share every K and V that is read. The work:
 //
-//   K of tile n   scores, then weights       meanwhile V of tile n arrives (with 3 slots more)
+//   K of tile n   scores, then weights       meanwhile V of tile n arrives
 //   V of tile n   output += weights V        meanwhile K of tile n + 1 arrives
+//
+// (With three slots the copies are one step further ahead.)
 //
 // A barrier before each of the two says that all copies into the slot are there and that all warps
 // are done with the slot before it, which is then filled again. Warps cut the rows, or, where there

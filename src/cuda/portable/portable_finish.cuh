@@ -46,12 +46,11 @@ __device__ __forceinline__ void write_rows(
       const float l = sum_of_quad(sums[block].l[r]);
       const RowResult result(natural_maximum(params, sums[block].m[r], l), l,
                              p.sinks == nullptr ? nullptr : p.sinks + row.head);
-      const float scale = result.sum == 0.0f ? 0.0f : __fdiv_rn(result.scale, result.sum);
 #pragma unroll
       for (int j = 0; j < Config::kDim / 8; ++j) {
         const float* const pair = &output[block][j][2 * r];
         *reinterpret_cast<std::uint32_t*>(&staged[at][8 * j + lane % 4 * 2]) =
-            result.sum == 0.0f ? 0u : pack<T>(pair[0] * scale, pair[1] * scale);
+            pack<T>(result.value(pair[0]), result.value(pair[1]));
       }
       if (p.out.lse != nullptr && lane % 4 == 0 && warp_row + at < tile.num_rows)
         p.out.lse[p.out.lse_offset(s.index, s.q_begin + row.token, row.head)] = result.lse;

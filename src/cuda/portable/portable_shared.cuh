@@ -97,9 +97,12 @@ __device__ PortableTile find_tile(const PortableParams& params) {
   }
   const KeyRange seen = visible_keys(p, s, group.divide(tile.first_row),
                                      group.divide(tile.first_row + tile.num_rows - 1));
+  const KeyRange keys{detail::max64(segment.begin, seen.begin),
+                      detail::min64(segment.end, seen.end)};
+  if (keys.empty()) return tile;  // its bounds may be any positions, beyond 32 bits
   const auto origin = static_cast<int>(segment.begin);
-  tile.keys_begin = static_cast<int>(detail::max64(segment.begin, seen.begin));
-  tile.keys_end = static_cast<int>(detail::min64(segment.end, seen.end));
+  tile.keys_begin = static_cast<int>(keys.begin);
+  tile.keys_end = static_cast<int>(keys.end);
   tile.first_key = origin + (tile.keys_begin - origin) / Config::kKeys * Config::kKeys;
   return tile;
 }
