@@ -21,6 +21,17 @@ RAGGED = (130, 3, 33, 128, 1, 40)
 HEAD_DIMS = [64, 96, 128, 192, 256]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    """Elsewhere the portable kernel runs, which has tests of its own."""
+    sizes = {"dtype": "bfloat16", "device": "cuda", "block_size": 8, "q_len": 17}
+    if not ta.info()["num_cuda_devices"]:
+        return
+    if ta.supports("flash_attention", **sizes).kernel != "cuda_prefill_sm90":
+        pytest.skip("the GPU has no Hopper kernels")
+    assert ta.supports("paged_attention", **sizes).kernel == "cuda_prefill_sm90"
+
+
 def _check(gpu, case, dtype, **made):
     data = case.make(dtype, **made)
     got = calls.run_paged(gpu, data)

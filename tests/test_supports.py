@@ -31,6 +31,7 @@ def test_supported(operation, device, dtype):
         ({"head_dim": 0}, "head_dim"),
         ({"dtype": "float64"}, "float64"),
         ({"head_dim": 1000}, "1000"),
+        ({"q_len": 0}, "q_len: got 0; expected 1 or more"),
     ],
 )
 def test_not_supported_says_why(operation, sizes, reason, device):
@@ -38,6 +39,19 @@ def test_not_supported_says_why(operation, sizes, reason, device):
     assert answer.supported is False
     assert not answer
     assert reason in answer.reason
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("q_len", "kind"), [(1, "decode"), (16, "decode"), (17, "prefill"), (5000, "prefill")]
+)
+def test_kernels_by_query_tokens(q_len, kind, operation, device):
+    """Tiles are always decode: there is a state."""
+    kind = "decode" if operation == "tiled_attention" else kind
+    sizes = {"num_q_heads": 32, "num_kv_heads": 8, "device": device.device}
+    assert f"_{kind}" in ta.supports(operation, q_len=q_len, **sizes).kernel
+    most = "prefill" if operation == "flash_attention" else "decode"
+    assert f"_{most}" in ta.supports(operation, **sizes).kernel
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,7 @@ def supports(
     head_dim: int = 128,
     head_dim_v: int | None = None,
     block_size: int = 16,
+    q_len: int | None = None,
 ) -> Support:
     """Ask whether a device can run a call, by which kernel, and if not why.
 
@@ -382,6 +383,9 @@ def supports(
         Element type of K and V: ``"float8_e4m3fn"`` or ``"int8"`` for a quantised cache; None means that of q.
     num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size
         Sizes of the call; ``head_dim_v`` None means ``head_dim``.
+    q_len
+        Query tokens of each sequence; None means one, or many for ``flash_attention``. Other arguments are taken
+        to be the defaults of the function, and arrays to be contiguous.
 
     Returns
     -------
@@ -401,7 +405,16 @@ def supports(
     """
     return Support(
         *_core.supports(
-            operation, device, dtype, kv_dtype, num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size
+            operation,
+            device,
+            dtype,
+            kv_dtype,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            block_size,
+            q_len,
         )
     )
 

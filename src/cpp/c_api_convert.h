@@ -234,6 +234,7 @@ inline SupportQuery to_query(const tiledattn_support_query& from) {
   if (from.head_dim) query.head_dim = from.head_dim;
   query.head_dim_v = from.head_dim_v;
   if (from.block_size) query.block_size = from.block_size;
+  if (from.q_len) query.q_len = from.q_len;
   return query;
 }
 

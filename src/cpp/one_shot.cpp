@@ -144,11 +144,13 @@ Support supports(const SupportQuery& query) {
     problem.block_size = query.block_size;
     problem.k = {nullptr, 0, query.num_kv_heads * query.head_dim, query.head_dim};
     problem.v = {nullptr, 0, query.num_kv_heads * problem.head_dim_v, problem.head_dim_v};
-    // flash_attention is asked for as it is mostly used, with many query rows.
-    const bool prefill = query.operation == SupportQuery::Operation::flash_attention;
-    problem.q_len = prefill ? kMaxDecodeTokens + 1 : 1;
-    problem.total_q = problem.q_len;
-    problem.key_source = tiled ? KeySource::tiles : prefill ? KeySource::dense : KeySource::paged;
+    const bool dense = query.operation == SupportQuery::Operation::flash_attention;
+    problem.q_len = query.q_len.value_or(dense ? kMaxDecodeTokens + 1 : 1);
+    if (problem.q_len < 1) refuse("q_len", std::to_string(problem.q_len), "1 or more");
+    problem.key_source = tiled ? KeySource::tiles : dense ? KeySource::dense : KeySource::paged;
+    problem.causal = !dense && !tiled;
+    float state = 0.0f;
+    if (tiled) problem.state.m = &state;  // there is one: that is all that a plan asks
     problem.total_q = problem.dense_kv_len = problem.q_len;
     problem.q.token_stride = query.num_q_heads * query.head_dim;
     problem.q.head_stride = query.head_dim;

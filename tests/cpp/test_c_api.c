@@ -486,6 +486,14 @@ static void test_machine(void) {
         (tiledattn_cuda_device_count() > 0 ? TILEDATTN_CUDA : TILEDATTN_CPU));
   CHECK_OK(tiledattn_supports(&query, &support));
   CHECK(support.supported && strncmp(support.kernel, "cpu_", 4) == 0 && support.reason[0] == 0);
+  CHECK(strcmp(support.kernel, "cpu_prefill") == 0);
+  query.q_len = 1;
+  CHECK_OK(tiledattn_supports(&query, &support));
+  CHECK(strcmp(support.kernel, "cpu_decode") == 0);
+  query.q_len = -1;
+  CHECK_OK(tiledattn_supports(&query, &support));
+  CHECK(!support.supported && strstr(support.reason, "q_len") != NULL);
+  query.q_len = 0;
   query.head_dim = 300;
   CHECK_OK(tiledattn_supports(&query, &support));
   CHECK(!support.supported && strstr(support.reason, "300") != NULL);

@@ -70,7 +70,7 @@ DType dtype_arg(nb::handle value, const char* argument) {
 std::tuple<bool, std::string, std::string> answer_supports(
     nb::handle operation, nb::handle device, nb::handle dtype, nb::handle kv_dtype,
     nb::handle num_q_heads, nb::handle num_kv_heads, nb::handle head_dim, nb::handle head_dim_v,
-    nb::handle block_size) {
+    nb::handle block_size, nb::handle q_len) {
   SupportQuery query;
   query.operation = operation_arg(operation);
   query.device = device_arg(device);
@@ -81,6 +81,7 @@ std::tuple<bool, std::string, std::string> answer_supports(
   query.head_dim = integer_arg(head_dim, "head_dim");
   query.head_dim_v = optional_integer_arg(head_dim_v, "head_dim_v").value_or(0);
   query.block_size = integer_arg(block_size, "block_size");
+  query.q_len = optional_integer_arg(q_len, "q_len");
   const Support answer = supports(query);
   return {answer.supported, answer.kernel, answer.reason};
 }
@@ -91,7 +92,7 @@ void bind_build(nb::module_& m) {
   m.def("info", info);
   m.def("supports", answer_supports, "operation"_a.none(), "device"_a.none(), "dtype"_a.none(),
         "kv_dtype"_a.none(), "num_q_heads"_a.none(), "num_kv_heads"_a.none(), "head_dim"_a.none(),
-        "head_dim_v"_a.none(), "block_size"_a.none());
+        "head_dim_v"_a.none(), "block_size"_a.none(), "q_len"_a.none());
   m.def(
       "check",
       [](nb::handle device) {

@@ -361,6 +361,7 @@ typedef struct tiledattn_support_query {
   int64_t head_dim_v;   /* 0 means head_dim */
   int64_t block_size;   /* 0 means 16 */
   int32_t kv_dtype;     /* of K and V: tiledattn_dtype; 0 means that of q */
+  int64_t q_len;        /* query tokens of a sequence; 0: one, or many for flash_attention */
 } tiledattn_support_query;
 
 typedef struct tiledattn_support {

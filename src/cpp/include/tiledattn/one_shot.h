@@ -93,6 +93,8 @@ struct SupportQuery {
   std::int64_t head_dim = 128;
   std::int64_t head_dim_v = 0;  ///< 0 means head_dim
   std::int64_t block_size = 16;
+  /// Query tokens of a sequence; nothing means one, or many for flash_attention.
+  std::optional<std::int64_t> q_len;
 };
 
 struct Support {
