@@ -13,8 +13,10 @@ import tiledattn as ta
 
 def test_core_set(isa):
     said = json.loads(processes.run("core_set.py", TILEDATTN_CPU_ISA=isa))
-    quantised_runs = len(core_set.QUANTISED) * len(quantised.KV_DTYPES) * len(quantised.SCALES)
-    wanted = 3 * (len(core_set.FLASH) + len(core_set.PAGED) + len(core_set.TILED) + quantised_runs)
+    kinds = len(quantised.KV_DTYPES) * len(quantised.SCALES)
+    quantised_runs = (len(core_set.QUANTISED) + len(core_set.BYTES)) * kinds
+    paged = len(core_set.PAGED) + len(core_set.PREFILL)
+    wanted = 3 * (len(core_set.FLASH) + paged + len(core_set.TILED) + quantised_runs)
     assert said == {"isa": isa, "count": wanted}
 
 
