@@ -118,6 +118,14 @@ TILEDATTN_INLINE Vec finish_panel_scores(const BlockArgs& a, const Panel& panel,
                                          float* scores) {
   const Vec begin = load_numbers(a.row_begin + row), end = load_numbers(a.row_end + row);
   Vec top = broadcast(-kInfinity);
+  if (a.k_scale == nullptr && !(a.softcap > 0.0f) && !panel.masked) {  // most blocks
+    for (int j = panel.key_begin; j < panel.key_end; ++j) {
+      const Vec s = load(scores + j * kPanel) * a.softmax_scale;
+      store(scores + j * kPanel, s);
+      top = larger(s, top);
+    }
+    return top;
+  }
   for (int j = panel.key_begin; j < panel.key_end; ++j) {
     Vec s = load(scores + j * kPanel) * a.softmax_scale;
     if (a.k_scale != nullptr) s *= a.k_scale[j];
