@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,15 +117,20 @@ def _own_pools(cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reading(x: Inputs) -> Run:
-    """Nothing but a sum over as many bytes of the library's own memory: the rate at which this machine reads."""
+    """Nothing but going through as many bytes of the library's own memory: the rate at which this machine reads.
+
+    By NumPy in threads, since torch's sums are slower.
+    """
     if x.cell.q_len > 1:
         raise Skip("not bound by reading")
     k, _ = _own_pools(x.cell)
     k.zero_()
     bits = k.view(torch.int64)  # K and V of a block, then of the next one; the last V is left out
     size = (len(bits) - 1) * bits.stride(0) + bits[0].numel()
-    everything = bits.as_strided((size,), (1,))
-    return everything.sum
+    threads = torch.get_num_threads()
+    parts = np.array_split(bits.as_strided((size,), (1,)).numpy(), threads)
+    pool = ThreadPoolExecutor(threads)
+    return lambda: torch.tensor([int(found) for found in pool.map(np.bitwise_or.reduce, parts)])
 
 
 def tiledattn_paged(x: Inputs) -> Run:
