@@ -4,11 +4,15 @@
     python benchmarks/bench_cpu.py                                   # print a table
     python benchmarks/bench_cpu.py --out benchmarks/results/cpu.json # and keep it
     python benchmarks/bench_cpu.py --only decode --threads 1
+    python benchmarks/bench_cpu.py --contestants tiledattn,torch
     python benchmarks/bench_cpu.py --quantised                       # quantised caches beside bfloat16 ones
 
-Each cell (one shape and type) runs every contender in turn, round after round, so that what else the machine
-does hits all of them alike; a contender's figure is its median over the rounds. Before any timing, results
-are compared with each other. Needs torch.
+Each cell (one shape and type) runs every contestant in turn, round after round, so that what else the machine
+does hits all of them alike; a contestant's figure is its best round, since a shared machine only ever adds to a
+time. Medians are kept beside it. Before any timing, each result is compared with ours. Contestants that are not
+installed, or do not take a cell, are named and left out. Arrays of the other libraries and of `flash_attention`
+lie in ordinary memory, those of `paged_attention` in the library's own. Needs torch;
+onnxruntime (with onnx) and openvino take part where they are installed.
 """
 
 from __future__ import annotations
@@ -22,196 +26,133 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import tiledattn as ta
 import torch
-
-Run = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One shape: ``q [batch, q_len, num_q_heads, head_dim]`` against ``kv_len`` keys."""
-
-    name: str
-    dtype: str
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_len: int
-    kv_len: int
-    causal: bool = False
-    kv_dtype: str | None = None  # of a quantised paged cache
-
-    def kv_name(self) -> str:
-        """Types of q, K and V as the tables show them."""
-        return self.dtype if self.kv_dtype is None else f"{self.dtype}, {self.kv_dtype} cache"
-
-    def torch_dtype(self) -> torch.dtype:
-        """Element type of q, K and V."""
-        return getattr(torch, self.dtype)
-
+from cpu_contestants import CONTESTANTS, READING, Cell, Run, Skip, make_inputs
+from tiledattn import _core
 
 DECODE = {"batch": 8, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "q_len": 1, "kv_len": 4096}
-PREFILL = {"batch": 1, "num_q_heads": 16, "num_kv_heads": 16, "head_dim": 128, "q_len": 1024, "kv_len": 1024}
+LONG = DECODE | {"batch": 1, "kv_len": 32768}
+HEADS = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 128}
+SMALL = HEADS | {"batch": 64, "q_len": 64, "kv_len": 64}
 CELLS = [
     *(Cell("decode", dtype, **DECODE) for dtype in ("bfloat16", "float32", "float16")),
-    *(Cell("prefill", dtype, **PREFILL) for dtype in ("bfloat16", "float32")),
-    *(Cell("prefill_causal", dtype, causal=True, **PREFILL) for dtype in ("bfloat16", "float32")),
+    *(Cell("decode", dtype, **LONG) for dtype in ("bfloat16", "float16")),
+    *(
+        Cell("prefill causal" if causal else "prefill", dtype, 1, **HEADS, q_len=n, kv_len=n, causal=causal)
+        for n in (1024, 2048)
+        for causal in (False, True)
+        for dtype in ("bfloat16", "float32")
+    ),
+    *(Cell("prefill", dtype, **SMALL) for dtype in ("bfloat16", "float32")),
 ]
 QUANTISED_CELLS = [Cell("decode", "bfloat16", kv_dtype=kv, **DECODE) for kv in ("int8", "float8_e4m3fn")]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Arrays of a cell in torch's own layout, ``[batch, heads, tokens, head_dim]``."""
-
-    cell: Cell
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-def make_inputs(cell: Cell) -> Inputs:
-    """Random inputs, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(heads: int, tokens: int) -> torch.Tensor:
-        shape = (cell.batch, heads, tokens, cell.head_dim)
-        return torch.randn(shape, generator=generator).to(cell.torch_dtype())
-
-    k = normal(cell.num_kv_heads, cell.kv_len)
-    v = normal(cell.num_kv_heads, cell.kv_len)
-    if cell.kv_dtype is not None:  # values that the cache holds exactly, so that all compute the same
-        k, v = (quantise(x, cell.kv_dtype).to(k.dtype) * KV_SCALE for x in (k, v))
-    return Inputs(cell, normal(cell.num_q_heads, cell.q_len), k, v)
-
-
-# A power of two: bfloat16 holds every element of the quantised types times it.
-KV_SCALE = 1 / 32
-
-
-def quantise(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    """Round to the values of a quantised cache with scale KV_SCALE."""
-    largest = 127 if kv_dtype == "int8" else 448
-    scaled = (x.float() / KV_SCALE).clamp(-largest, largest)
-    return (scaled.round() if kv_dtype == "int8" else scaled).to(getattr(torch, kv_dtype))
-
-
-def tiledattn_flash(x: Inputs) -> Run:
-    """``flash_attention`` on the arrays as they are."""
-    out = torch.empty_like(x.q)
-    return lambda: ta.flash_attention(x.q, x.k, x.v, causal=x.cell.causal, layout="bhsd", out=out)
-
-
-def tiledattn_paged_unquantised(x: Inputs) -> Run | None:
-    """Where the cache is quantised: the same over a cache of the type of q."""
-    if x.cell.kv_dtype is None:
-        return None
-    return tiledattn_paged(Inputs(replace(x.cell, kv_dtype=None), x.q, x.k, x.v))
-
-
-def tiledattn_paged(x: Inputs) -> Run:
-    """``paged_attention`` over shuffled blocks of 16 tokens; a quantised cache has a scale for each head."""
-    block_size, cell = 16, x.cell
-    blocks = cell.kv_len // block_size
-    order = torch.randperm(cell.batch * blocks, generator=torch.Generator().manual_seed(1))
-
-    def pool(x: torch.Tensor) -> torch.Tensor:
-        tokens = x.transpose(1, 2).reshape(-1, block_size, cell.num_kv_heads, cell.head_dim)
-        pool = torch.empty_like(tokens)
-        pool[order] = tokens
-        return pool
-
-    k_pool, v_pool = pool(x.k), pool(x.v)
-    scales = {}
-    if cell.kv_dtype is not None:
-        k_pool, v_pool = (quantise(x, cell.kv_dtype) for x in (k_pool, v_pool))
-        scale = torch.full((cell.num_kv_heads,), KV_SCALE)
-        scales = {"k_scale": scale, "v_scale": scale}
-    block_table = order.reshape(cell.batch, blocks).to(torch.int32)
-    seq_lens = torch.full((cell.batch,), cell.kv_len, dtype=torch.int32)
-    q = x.q.transpose(1, 2).contiguous()
-    out = torch.empty_like(q)
-
-    def run() -> torch.Tensor:
-        ta.paged_attention(q, k_pool, v_pool, block_table, seq_lens, causal=cell.causal, out=out, **scales)
-        return out.transpose(1, 2)
-
-    return run
-
-
-def torch_sdpa(x: Inputs) -> Run:
-    """``scaled_dot_product_attention(enable_gqa=True)``: the common spelling."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    gqa = x.cell.num_q_heads != x.cell.num_kv_heads
-    return lambda: sdpa(x.q, x.k, x.v, is_causal=x.cell.causal, enable_gqa=gqa)
-
-
-def torch_sdpa_folded(x: Inputs) -> Run | None:
-    """The same with the query heads of a KV head as query rows: what one who tunes would write."""
-    cell = x.cell
-    if cell.q_len != 1 or cell.num_q_heads == cell.num_kv_heads:
-        return None
-    q = x.q.reshape(cell.batch, cell.num_kv_heads, -1, cell.head_dim)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return lambda: sdpa(q, x.k, x.v).reshape(x.q.shape)
-
-
-# The first is what the others' times are divided by.
-CONTENDERS: dict[str, Callable[[Inputs], Run | None]] = {
-    "tiledattn flash_attention": tiledattn_flash,
-    "tiledattn paged_attention": tiledattn_paged,
-    "tiledattn paged_attention, unquantised": tiledattn_paged_unquantised,
-    "torch sdpa": torch_sdpa,
-    "torch sdpa folded": torch_sdpa_folded,
-}
+BOUND = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
+MIN_ROUNDS = 3
 
 
 def seconds(run: Run) -> float:
-    """Time of one call, after a pause in which the threads of the contender before stop spinning."""
+    """Time of one call, after a pause in which the threads of the contestant before stop spinning."""
     time.sleep(0.02)
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
-def check_agreement(runs: dict[str, Run], dtype: str) -> None:
-    """All contenders must compute the same thing, or their times mean nothing."""
-    bound = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}[dtype]
-    results = {name: run().to(torch.float64) for name, run in runs.items()}
-    first = next(iter(results.values()))
-    for name, result in results.items():
-        error = float((result - first).norm() / first.norm())
-        if not error <= bound:
-            raise SystemExit(
-                f"{name}: differs from the first contender by {error:.1e}, more than {bound:.0e}"
-            )
+def check(name: str, result: torch.Tensor, first: torch.Tensor, dtype: str) -> None:
+    """All must compute the same thing, or their times mean nothing."""
+    error = float((result.double() - first).norm() / first.norm())
+    if error <= BOUND[dtype]:
+        return
+    problem = f"differs from the first contestant by {error:.1e}, more than {BOUND[dtype]:.0e}"
+    if name.startswith("tiledattn"):
+        raise SystemExit(f"{name}: {problem}")
+    raise Skip(problem)
 
 
-def measure(cell: Cell, rounds: int) -> dict[str, object]:
-    """Interleaved medians of one cell."""
+def make_runs(cell: Cell, wanted: list[str]) -> tuple[dict[str, Run], dict[str, str]]:
+    """Contestants whose results are right, and why others are left out."""
     inputs = make_inputs(cell)
-    made = {name: make(inputs) for name, make in CONTENDERS.items()}
-    runs = {name: run for name, run in made.items() if run is not None}
-    check_agreement(runs, cell.dtype)
+    runs: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    first = None
+    for name in wanted:
+        try:
+            run = CONTESTANTS[name](inputs)
+            result = run()
+            if first is None:
+                first = result.double()
+            elif name != READING:
+                check(name, result, first, cell.dtype)
+            runs[name] = run
+        except ImportError as error:
+            left_out[name] = f"not installed: {error.name}"
+        except Skip as reason:
+            left_out[name] = str(reason)
+    return runs, left_out
+
+
+def measure(cell: Cell, wanted: list[str], rounds: int, limit_s: float) -> dict[str, object]:
+    """Interleaved times of one cell."""
+    runs, left_out = make_runs(cell, wanted)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= MIN_ROUNDS and time.perf_counter() - begin > limit_s:
+            break
         for name, run in runs.items():
             times[name].append(seconds(run))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    base = medians[next(iter(medians))]
+    best = {name: min(values) for name, values in times.items()}
+    base = next(iter(best.values()))
     return {
         "cell": asdict(cell),
-        "rounds": rounds,
-        "milliseconds": {name: round(value * 1e3, 3) for name, value in medians.items()},
-        "best_milliseconds": {name: round(min(values) * 1e3, 3) for name, values in times.items()},
-        "times_slower_than_first": {name: round(value / base, 2) for name, value in medians.items()},
+        "rounds": len(next(iter(times.values()))),
+        "milliseconds": {name: round(value * 1e3, 3) for name, value in best.items()},
+        "median_milliseconds": {
+            name: round(statistics.median(values) * 1e3, 3) for name, values in times.items()
+        },
+        "times_slower_than_first": {name: round(value / base, 2) for name, value in best.items()},
+        "left_out": left_out,
     }
+
+
+def measure_overhead(rounds: int = 15, calls: int = 2000) -> dict[str, float]:
+    """Microseconds of a tiny problem, and of the binding: the same call with no sequence, all else being equal."""
+    window = (None, None)
+
+    def timed(batch: int) -> float:
+        q, k, out = (np.ones((batch, tokens, 1, 128), np.float32) for tokens in (1, 16, 1))
+        args = (
+            q,
+            k,
+            k,
+            False,
+            None,
+            window,
+            0.0,
+            None,
+            "bshd",
+            *[None] * 4,
+            out,
+            None,
+            False,
+            False,
+            None,
+            None,
+        )
+        begin = time.perf_counter()
+        for _ in range(calls):
+            _core.flash_attention(*args)
+        return (time.perf_counter() - begin) / calls * 1e6
+
+    both = [(timed(1), timed(0)) for _ in range(rounds)]
+    tiny, binding = (min(times) for times in zip(*both, strict=True))
+    return {"tiny_us": round(tiny, 2), "binding_us": round(binding, 2)}
 
 
 def machine() -> dict[str, object]:
@@ -232,52 +173,36 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(result: dict[str, object]) -> None:
-    """One line for each contender."""
+def versions() -> dict[str, str]:
+    """Versions of what took part."""
+    found = {"tiledattn": ta.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    for package in ("onnxruntime", "openvino"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def show(result: dict) -> None:
+    """One line for each contestant."""
     cell = result["cell"]
-    print(f"{cell['name']} {Cell(**cell).kv_name()}")
+    shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys"
+    print(f"{cell['name']} {Cell(**cell).kv_name()}, {shape}, {result['rounds']} rounds")
     for name, milliseconds in result["milliseconds"].items():
         ratio = result["times_slower_than_first"][name]
-        print(f"  {name:38} {milliseconds:9.2f} ms   {ratio:6.2f} x", flush=True)
+        print(f"  {name:38} {milliseconds:9.2f} ms   {ratio:6.2f} x")
+    for name, reason in result["left_out"].items():
+        print(f"  {name:38} left out: {reason}")
+    sys.stdout.flush()
 
 
-def main() -> None:
-    """Run the cells asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the results there as JSON")
-    parser.add_argument("--only", help="run only cells whose name and types contain this")
-    parser.add_argument("--quantised", action="store_true", help="the cells of quantised caches instead")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=ta.get_num_threads(), help="for all contenders")
-    args = parser.parse_args()
-    ta.set_num_threads(args.threads)
-    torch.set_num_threads(args.threads)
-
-    before = machine()  # its load average is of what ran before the benchmark
-    results = []
-    for cell in QUANTISED_CELLS if args.quantised else CELLS:
-        if args.only and args.only not in f"{cell.name} {cell.kv_name()}":
-            continue
-        results.append(measure(cell, args.rounds))
-        show(results[-1])
-    if args.out:
-        report = {
-            "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", *sys.argv]),
-            "machine": before,
-            "threads": args.threads,
-            "versions": {
-                "tiledattn": ta.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "table": [table_row(result) for result in results],
-            "results": results,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+def read_share(result: dict) -> str:
+    """Part of the rate of plain reading that `paged_attention` reaches."""
+    times = result["milliseconds"]
+    if READING not in times:
+        return "-"
+    return f"{100 * times[READING] / times['tiledattn paged_attention']:.0f} %"
 
 
 def table_row(result: dict) -> dict[str, str]:
@@ -293,11 +218,60 @@ def table_row(result: dict) -> dict[str, str]:
         }
     heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
     shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
-    row = {"cell": cell["name"].replace("_", " "), "shape": shape, "type": Cell(**cell).kv_name()}
-    shown = ("tiledattn flash_attention", "tiledattn paged_attention", "torch sdpa")
-    row |= {f"{name}, ms": f"{times[name]:.1f}" for name in shown}
-    row["torch / tiledattn"] = f"{times['torch sdpa'] / times['tiledattn flash_attention']:.1f}"
-    return row
+    peers = {name: t for name, t in times.items() if not name.startswith("tiledattn") and name != READING}
+    best = min(peers, key=peers.__getitem__) if peers else None
+    return {
+        "cell": cell["name"],
+        "shape": shape,
+        "type": Cell(**cell).kv_name(),
+        "flash_attention, ms": f"{times['tiledattn flash_attention']:.1f}",
+        "paged_attention, ms": f"{times['tiledattn paged_attention']:.1f}",
+        "of the read rate": read_share(result),
+        "best peer": best or "-",
+        "its ms": f"{peers[best]:.1f}" if best else "-",
+        "peer / flash_attention": f"{peers[best] / times['tiledattn flash_attention']:.2f}" if best else "-",
+    }
+
+
+def main() -> None:
+    """Run the cells asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument("--only", default="", help="run only cells whose name and types contain this")
+    parser.add_argument("--contestants", default="", help="parts of their names, with commas between them")
+    parser.add_argument("--quantised", action="store_true", help="the cells of quantised caches instead")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--limit-s", type=float, default=6, help="no new round of a cell after this")
+    parser.add_argument("--threads", type=int, default=ta.get_num_threads(), help="for all contestants")
+    args = parser.parse_args()
+    ta.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
+    wanted = [name for name in CONTESTANTS if any(part in name for part in args.contestants.split(","))]
+
+    before = machine()  # its load average is of what ran before the benchmark
+    results = []
+    for cell in QUANTISED_CELLS if args.quantised else CELLS:
+        if args.only not in f"{cell.name} {cell.kv_name()}":
+            continue
+        results.append(measure(cell, wanted, args.rounds, args.limit_s))
+        show(results[-1])
+    overhead = measure_overhead()
+    print(f"16 keys, one head: {overhead['tiny_us']} us, the binding alone {overhead['binding_us']} us")
+    if args.out:
+        report = {
+            "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", *sys.argv]),
+            "machine": before,
+            "threads": args.threads,
+            "versions": versions(),
+            "table": [table_row(result) for result in results],
+            "overhead": overhead,
+            "results": results,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

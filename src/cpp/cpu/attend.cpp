@@ -2,11 +2,11 @@
 // Attention on the CPU. A unit of work is a tile: some query tokens of one sequence with the query
 // heads of one KV head, or of several that lie side by side in memory.
 //
-// The keys of a sequence come in segments (plan.h). A tile folds each segment into an empty partial
-// result and merges the partials in the order of keys. It does that alone ("walk"), or, where there
-// are fewer tiles than the threads need, every segment is a task of its own that leaves its
-// partials in scratch, to be merged afterwards ("split"). Both make the same partials and merge
-// them in the same order: the same bits.
+// The keys of a sequence come in segments (of decode: plan.h). A tile folds each segment into an
+// empty partial result and merges the partials in the order of keys. It does that alone ("walk"),
+// or, where decode has fewer tiles than the threads need, every segment is a task of its own that
+// leaves its partials in scratch, to be merged afterwards ("split"). Both make the same partials
+// and merge them in the same order: the same bits.
 #include "cpu/attend.h"
 
 #include <algorithm>
@@ -35,6 +35,9 @@ constexpr std::int64_t kTileRows = 64;
 constexpr std::int64_t kMinProductRows = 12;
 /// Below this many tiles for each thread, segments are spread over the threads.
 constexpr std::int64_t kTilesPerThread = 4;
+/// Keys of a segment of prefill. Summed block by block for longer, equal values lose more to
+/// rounding than the bound for float32 allows.
+constexpr std::int64_t kPrefillSegmentKeys = 4096;
 
 std::int64_t padded(std::int64_t size) {
   return (size + kRowPadding - 1) / kRowPadding * kRowPadding;
@@ -155,6 +158,7 @@ class Attention {
   }
   KeyRange sequence_keys(const Sequence& s) const;
   std::int64_t segments_of(const Sequence& s) const;
+  KeyRange segment_of(const Sequence& s, std::int64_t index) const;
 
   void run_sequences(std::int64_t first, std::int64_t last) const;
   std::vector<Tile> make_tiles(std::int64_t first, std::int64_t last) const;
@@ -205,7 +209,16 @@ KeyRange Attention::sequence_keys(const Sequence& s) const {
 
 std::int64_t Attention::segments_of(const Sequence& s) const {
   const KeyRange keys = sequence_keys(s);
-  return num_segments(keys.end - keys.begin, plan_.segment_limit);
+  const std::int64_t num_keys = keys.end - keys.begin;
+  if (plan_.kernel == Kernel::cpu_decode) return num_segments(num_keys, plan_.segment_limit);
+  return std::max<std::int64_t>(num_keys + kPrefillSegmentKeys - 1, 0) / kPrefillSegmentKeys;
+}
+
+KeyRange Attention::segment_of(const Sequence& s, std::int64_t index) const {
+  const KeyRange keys = sequence_keys(s);
+  if (plan_.kernel == Kernel::cpu_decode) return segment_range(keys, index, plan_.segment_limit);
+  const std::int64_t begin = keys.begin + index * kPrefillSegmentKeys;
+  return {begin, std::min(begin + kPrefillSegmentKeys, keys.end)};
 }
 
 void Attention::run() const {
@@ -372,7 +385,7 @@ Workbench& Attention::prepare(const Tile& t) const {
 void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const {
   for (std::int64_t r = 0; r < num_rows(t); ++r) clear_row(bench.partial_row(r), bench.o_stride);
   const KeyRange of_tile = visible_keys(p_, t.sequence, t.first, t.last);
-  KeyRange keys = segment_range(sequence_keys(t.sequence), segment, plan_.segment_limit);
+  KeyRange keys = segment_of(t.sequence, segment);
   keys = {std::max(keys.begin, of_tile.begin), std::min(keys.end, of_tile.end)};
 
   // Two in turn: while one head's keys of a block are folded in, those of the next head or block

@@ -103,19 +103,21 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
     for (; d + D::kStep <= head_dim; d += D::kStep) {
       typename D::QueryOperand x[Rows];
       for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
-      for (int i = 0; i < kKeys; ++i) {
-        const typename D::Operand y = D::load_key(k[i] + d);
-        for (int r = 0; r < Rows; ++r)
-          sums[r * kKeys + i] = D::accumulate(x[r], y, sums[r * kKeys + i]);
+      typename D::Operand y;
+      // One loop over all sums, so that GCC unrolls it early and keeps them in registers.
+      for (int n = 0; n < kKeys * Rows; ++n) {
+        const int i = n / Rows, r = n % Rows;
+        if (r == 0) y = D::load_key(k[i] + d);
+        sums[r * kKeys + i] = D::accumulate(x[r], y, sums[r * kKeys + i]);
       }
     }
     if (d < head_dim) {
-      for (int i = 0; i < kKeys; ++i) {
-        const typename D::Operand y = D::load_key_first(k[i] + d, head_dim - d);
-        for (int r = 0; r < Rows; ++r) {
-          sums[r * kKeys + i] = D::accumulate(D::load_query(q[r] + d), y, sums[r * kKeys + i]);
-        }
-      }
+      typename D::QueryOperand x[Rows];
+      for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
+      typename D::Operand y[kKeys];
+      for (int i = 0; i < kKeys; ++i) y[i] = D::load_key_first(k[i] + d, head_dim - d);
+      for (int n = 0; n < Rows * kKeys; ++n)
+        sums[n] = D::accumulate(x[n / kKeys], y[n % kKeys], sums[n]);
     }
     float total[kAccumulators];
     for (int i = 0; i < Rows * kKeys; i += kLanes) store(total + i, sum_each(sums + i));
