@@ -103,7 +103,7 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
     for (; d + D::kStep <= head_dim; d += D::kStep) {
       typename D::QueryOperand x[Rows];
       for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
-      typename D::Operand y;
+      typename D::Operand y{};  // where the loop stays one, GCC sees no first value
       // One loop over all sums, so that GCC unrolls it early and keeps them in registers.
       for (int n = 0; n < kKeys * Rows; ++n) {
         const int i = n / Rows, r = n % Rows;
