@@ -25,15 +25,19 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    """Check every kernel object below the folder of the command line; return the exit status."""
+def kernel_objects() -> list[Path]:
+    """Every kernel object below the folder of the command line."""
     if len(sys.argv) != 2:
-        print(__doc__)
-        return 2
+        raise SystemExit("expected one argument: the build folder")
     objects = sorted(Path(sys.argv[1]).rglob("kernels_*.cpp.o"))
     if not objects:
-        print(f"no kernels_*.cpp.o below {sys.argv[1]}")
-        return 1
+        raise SystemExit(f"no kernels_*.cpp.o below {sys.argv[1]}")
+    return objects
+
+
+def main() -> int:
+    """Check all of them; return the exit status."""
+    objects = kernel_objects()
     found = [line for path in objects for line in problems(path)]
     print(
         "\n".join(found) if found else f"{len(objects)} kernel objects export one table each and nothing weak"

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from check_isa_objects import kernel_objects
+
 # The baseline has no fused operations to tell a hot loop by.
 OBJECTS = ("kernels_avx2.cpp.o", "kernels_avx512.cpp.o", "kernels_avx512bf16.cpp.o")
 MIN_PRODUCTS = 4
@@ -84,14 +86,8 @@ def problems(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Check every kernel object below the folder of the command line; return the exit status."""
-    if len(sys.argv) != 2:
-        print(__doc__)
-        return 2
-    objects = sorted(Path(sys.argv[1]).rglob("kernels_*.cpp.o"))
-    if not objects:
-        print(f"no kernels_*.cpp.o below {sys.argv[1]}")
-        return 1
+    """Check the kernel objects of the vector instruction sets; return the exit status."""
+    objects = kernel_objects()
     found = [line for path in objects if path.name in OBJECTS for line in problems(path)]
     for line in found:
         print(line)

@@ -5,30 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tiledattn/c_api.h"
-
-static int num_checks = 0;
-static int num_failures = 0;
-
-static void record(int good, const char* what, int line) {
-  ++num_checks;
-  if (good) return;
-  ++num_failures;
-  printf("test_c_api.c:%d: %s (last error: %s)\n", line, what, tiledattn_last_error());
-}
-
-#define CHECK(condition) record((condition) != 0, #condition, __LINE__)
-#define CHECK_OK(call) record((call) == TILEDATTN_OK, #call, __LINE__)
-
-/* The call fails with this code, and the message contains all parts. */
-static void check_error(tiledattn_status got, tiledattn_status want, const char* part,
-                        const char* other, int line) {
-  record(got == want, "another status than expected", line);
-  record(strstr(tiledattn_last_error(), part) != NULL, part, line);
-  record(strstr(tiledattn_last_error(), other) != NULL, other, line);
-}
-#define CHECK_ERROR(call, status, part, other) \
-  check_error((call), (status), (part), (other), __LINE__)
+#include "c_check.h"
 
 enum {
   kSeqs = 2,
@@ -48,14 +25,6 @@ static float v_pool[kBlocks * kBlockSize * kKvHeads * kDimV];
 static int32_t table[kSeqs][kTableWidth] = {{5, 0, 3}, {6, 2, -1}};
 static int64_t lengths[kSeqs] = {10, 7};
 static const tiledattn_device kCpu = {TILEDATTN_CPU, 0};
-
-static void fill(float* values, size_t count, unsigned seed) {
-  size_t i;
-  for (i = 0; i < count; ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    values[i] = (float)(seed >> 8) / (float)(1u << 23) - 1.0f;
-  }
-}
 
 static tiledattn_tensor tensor(void* data, int32_t dtype, int rank, int64_t a, int64_t b, int64_t c,
                                int64_t d) {
@@ -95,7 +64,7 @@ static void reference(double scale, double* out, double* lse) {
 static void check_close(const float* got, const double* want, int count, double bound, int line) {
   int i;
   for (i = 0; i < count; ++i) {
-    record(fabs(got[i] - want[i]) <= bound, "a value is off", line);
+    record(fabs(got[i] - want[i]) <= bound, "a value is off", __FILE__, line);
   }
 }
 

@@ -5,29 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "c_check.h"
 #include "tiledattn/c_streaming.h"
-
-static int num_checks = 0;
-static int num_failures = 0;
-
-static void record(int good, const char* what, int line) {
-  ++num_checks;
-  if (good) return;
-  ++num_failures;
-  printf("test_c_streaming.c:%d: %s (last error: %s)\n", line, what, tiledattn_last_error());
-}
-
-#define CHECK(condition) record((condition) != 0, #condition, __LINE__)
-#define CHECK_OK(call) record((call) == TILEDATTN_OK, #call, __LINE__)
-
-static void check_error(tiledattn_status got, tiledattn_status want, const char* part,
-                        const char* other, int line) {
-  record(got == want, "another status than expected", line);
-  record(strstr(tiledattn_last_error(), part) != NULL, part, line);
-  record(strstr(tiledattn_last_error(), other) != NULL, other, line);
-}
-#define CHECK_ERROR(call, status, part, other) \
-  check_error((call), (status), (part), (other), __LINE__)
 
 enum {
   kSeqs = 2,
@@ -47,14 +26,6 @@ static const int64_t tables[kSeqs][4] = {{5, 0, 3, 1}, {6, 2, -1, -1}};
 static const int64_t lengths[kSeqs] = {14, 7};
 static const int64_t num_blocks[kSeqs] = {4, 2};
 static const tiledattn_device kCpu = {TILEDATTN_CPU, 0};
-
-static void fill(float* values, size_t count, unsigned seed) {
-  size_t i;
-  for (i = 0; i < count; ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    values[i] = (float)(seed >> 8) / (float)(1u << 23) - 1.0f;
-  }
-}
 
 static void reference(double* out) {
   int b, h, j, d;
