@@ -47,21 +47,23 @@ def test_products_of_one_sign_stay_precise(q_len, head_dim, device):
     assert max(worst) <= 1e-5, worst
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.3])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("q_len", [1, 17])
-def test_many_equal_values_stay_precise(q_len, packed, cpu):
+def test_many_equal_values_stay_precise(q_len, packed, weight, device):
     """Sums over very many keys whose rounding errors all point the same way; the result is V itself."""
     kv_len = 2**18
-    q, k = np.zeros((1, q_len, 1, 8), np.float32), np.ones((1, kv_len, 1, 8), np.float32)
-    v = k * np.linspace(1.1, 1.8, 8, dtype=np.float32)
+    q, k = np.ones((1, q_len, 1, 8), np.float32), np.zeros((1, kv_len, 1, 8), np.float32)
+    k[:, 0] = -np.log(weight) / 8  # then the other keys weigh that much beside the first one
+    v = np.ones_like(k) * np.linspace(1.1, 1.8, 8, dtype=np.float32)
     lengths = {}
     if packed:
         q, k, v = q[0], k[0], v[0]
         lengths = {"cu_seqlens_q": np.array([0, q_len]), "cu_seqlens_k": np.array([0, kv_len])}
-        lengths = {name: cpu.array(x) for name, x in lengths.items()}
-    out, lse = calls.run_flash(cpu, (q, k, v), **lengths)
+        lengths = {name: device.array(x) for name, x in lengths.items()}
+    out, lse = calls.run_flash(device, (q, k, v), {"softmax_scale": 1.0}, **lengths)
     compare.out_close(out, np.broadcast_to(v[..., :1, :, :], out.shape), "float32")
-    compare.lse_close(lse, np.full(lse.shape, np.log(kv_len)))
+    compare.lse_close(lse, np.full(lse.shape, np.log(kv_len - 1 + 1 / weight)))
 
 
 @pytest.mark.parametrize("num_q_heads", [2, 6], ids=["mha", "gqa"])

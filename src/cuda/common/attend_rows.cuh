@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/attend_params.h"
 #include "common/key_tile.cuh"
@@ -24,9 +25,41 @@
 
 namespace tiledattn::cuda {
 
-/// kDim bounds head_dim and head_dim_v.
-template <int kDim_, int kWarps_, int kRowsPerWarp_>
+/// A running sum that keeps what its additions round off: over very many keys the errors of plain
+/// additions may all point the same way (W. Kahan, Further remarks on reducing truncation errors,
+/// CACM 8, 1965).
+struct CompensatedSum {
+  float sum = 0.0f;
+  float lost = 0.0f;  ///< still to be added
+
+  /// this = this * factor + x.
+  __device__ __forceinline__ void scale_and_add(float factor, float x) {
+    const float addend = fmaf(lost, factor, x);
+    const float before = sum;
+    sum = fmaf(before, factor, addend);
+    lost = __fadd_rn(fmaf(before, factor, -sum), addend);
+    if (!(fabsf(lost) < infinity())) lost = 0.0f;  // the sum is infinite or NaN
+  }
+  __device__ __forceinline__ float value() const { return __fadd_rn(sum, lost); }
+};
+
+/// The same, where the rounding of 16-bit results hides those errors.
+struct PlainSum {
+  float sum = 0.0f;
+
+  __device__ __forceinline__ void scale_and_add(float factor, float x) {
+    sum = fmaf(sum, factor, x);
+  }
+  __device__ __forceinline__ float value() const { return sum; }
+};
+
+/// T: of K and V. kDim bounds head_dim and head_dim_v.
+template <typename T, int kDim_, int kWarps_, int kRowsPerWarp_>
 struct AttendConfig {
+  using Element = T;
+  /// With a quantised cache q and the result may be float32.
+  static constexpr bool kPrecise = std::is_same_v<T, float> || kQuantized<T>;
+  using Sum = std::conditional_t<kPrecise, CompensatedSum, PlainSum>;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kRowsPerWarp = kRowsPerWarp_;
@@ -35,7 +68,9 @@ struct AttendConfig {
   static constexpr int kColumns = kDim / kWarpSize;  ///< of V, for each lane
   /// Blocks that fit the registers of an SM. Left to itself, ptxas takes fewer registers and
   /// spills.
-  static constexpr int kMinBlocks = kRowsPerWarp == 1 ? 4 : kWarps == 8 ? 2 : 3;
+  static constexpr int kMinBlocks = kRowsPerWarp == 1                          ? 4
+                                    : kWarps == 8 || (kPrecise && kDim == 256) ? 2
+                                                                               : 3;
   static constexpr int kKeyStride =
       kDim + 4;  ///< lanes read 16 bytes of 8 keys at a time from all 32 banks
 };
@@ -105,18 +140,13 @@ template <typename Config>
 struct WarpRows {
   static constexpr int kRowsPerWarp = Config::kRowsPerWarp;
   static constexpr int kColumns = Config::kColumns;
-  float m[kRowsPerWarp];  ///< the same in every lane
-  float l[kRowsPerWarp];  ///< of this lane's keys alone
-  float o[kRowsPerWarp][kColumns];
+  float m[kRowsPerWarp];                 ///< the same in every lane
+  typename Config::Sum l[kRowsPerWarp];  ///< of this lane's keys alone
+  typename Config::Sum o[kRowsPerWarp][kColumns];
 
   __device__ WarpRows() {
 #pragma unroll
-    for (int i = 0; i < kRowsPerWarp; ++i) {
-      m[i] = -infinity();
-      l[i] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) o[i][j] = 0.0f;
-    }
+    for (int i = 0; i < kRowsPerWarp; ++i) m[i] = -infinity();
   }
 };
 
@@ -127,7 +157,7 @@ __device__ __forceinline__ float load_query(const QueryView& q, std::int64_t off
   return to_float(static_cast<const T*>(q.data)[offset]);
 }
 
-template <typename T, typename Config>
+template <typename Config>
 __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
                              AttendShared<Config>& shared) {
   const Sequence& s = tile.sequence;
@@ -145,7 +175,8 @@ __device__ void load_queries(const AttentionProblem& p, const RowTile& tile,
     }
     if (lane_index() == 0) shared.visible[row] = visible;
     for (int d = lane_index(); d < Config::kDim; d += kWarpSize) {
-      shared.q[row][d] = present && d < p.head_dim ? load_query<T>(p.q, offset + d) : 0.0f;
+      shared.q[row][d] =
+          present && d < p.head_dim ? load_query<typename Config::Element>(p.q, offset + d) : 0.0f;
     }
   }
 }
@@ -223,14 +254,14 @@ __device__ void fold_key_tile(const AttentionProblem& p, AttendShared<Config>& s
     touched[i] = __any_sync(kAllLanes, seen) != 0;
     rescale[i] = expf(__fsub_rn(rows.m[i], shift));
     if (touched[i]) {
-      rows.l[i] = fmaf(rows.l[i], rescale[i], weight);
+      rows.l[i].scale_and_add(rescale[i], weight);
       rows.m[i] = top;
     }
     shared.p[first_row + i][lane_index()] = weight;
   }
   __syncwarp();
 
-  // Weights times V. Summed for the tile alone first: long sequences then lose less to rounding.
+  // Weights times V. Summed for the tile alone first, so that few additions need compensation.
   float sums[kRowsPerWarp][kColumns] = {};
 #pragma unroll 1
   for (int key = 0; key < kTileKeys; key += 4) {
@@ -254,7 +285,7 @@ __device__ void fold_key_tile(const AttentionProblem& p, AttendShared<Config>& s
   for (int i = 0; i < kRowsPerWarp; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      if (touched[i]) rows.o[i][j] = fmaf(rows.o[i][j], rescale[i], sums[i][j]);
+      if (touched[i]) rows.o[i][j].scale_and_add(rescale[i], sums[i][j]);
     }
   }
 }
@@ -270,11 +301,11 @@ __device__ void for_each_row(AttendShared<Config>& shared, const WarpRows<Config
 #pragma unroll
   for (int i = 0; i < Config::kRowsPerWarp; ++i) {
     WarpRow<Config::kColumns> row;
-    row.l = warp_sum(rows.l[i]);
+    row.l = warp_sum(rows.l[i].value());
     // A NaN score never wins the maximum; here it reaches the row's m, as the state promises.
     row.m = row.l != row.l && rows.m[i] != infinity() ? row.l : rows.m[i];
 #pragma unroll
-    for (int j = 0; j < Config::kColumns; ++j) row.o[j] = rows.o[i][j];
+    for (int j = 0; j < Config::kColumns; ++j) row.o[j] = rows.o[i][j].value();
     row.store(&shared.p[first_row + i][0], &shared.p[first_row + i][1], shared.q[first_row + i],
               Config::kDim);
   }
@@ -289,9 +320,10 @@ __device__ void for_each_row(AttendShared<Config>& shared, const WarpRows<Config
 }
 
 /// All of it, for shared.tile. Called by a whole block between barriers that protect shared memory.
-template <typename T, typename Config>
+template <typename Config>
 __device__ void attend_rows(const AttendParams& params, AttendShared<Config>& shared,
                             WarpRows<Config>& rows) {
+  using T = typename Config::Element;
   const AttentionProblem& p = params.problem;
   const RowTile& tile = shared.tile;
   if (tile.keys.empty()) return;
@@ -300,7 +332,7 @@ __device__ void attend_rows(const AttendParams& params, AttendShared<Config>& sh
   const bool idle =
       warp_index() * Config::kRowsPerWarp >= tile.num_rows;  // a warp without rows only loads
 
-  load_queries<T, Config>(p, tile, shared);
+  load_queries(p, tile, shared);
   shared.offsets[first_tile % 2].template find<T>(p, tile.sequence, tile.kv_head, tile.keys,
                                                   tile.origin + first_tile * kTileKeys);
   for (std::int64_t index = first_tile; index <= last_tile; ++index) {

@@ -32,7 +32,7 @@ __device__ RowTile decode_tile(const AttendParams& params, std::int64_t b, std::
   return tile;
 }
 
-template <typename T, typename Config>
+template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     decode_plain(const __grid_constant__ AttendParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       shared.tile = decode_tile<Config>(params, params.first_seq + i, kv_head, row_tile, segment);
     __syncthreads();
     WarpRows<Config> rows;
-    attend_rows<T>(params, shared, rows);
+    attend_rows(params, shared, rows);
     for_each_row(shared, rows, [&](int row, const WarpRow<Config::kColumns>& total) {
       const Sequence& s = shared.tile.sequence;
       const RowName name = row_name(p, shared.tile, row);
@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   }
 }
 
-template <typename T, typename Config>
+template <typename Config>
 void launch_decode_config(const AttendParams& params, cudaStream_t stream) {
   const AttentionProblem& p = params.problem;
   const std::int64_t row_tiles = (p.q_len * p.gqa_ratio() + Config::kRows - 1) / Config::kRows;
   const std::int64_t blocks = params.num_seqs * p.num_kv_heads * row_tiles * params.max_segments;
-  launch(decode_plain<T, Config>, "decode_plain",
+  launch(decode_plain<Config>, "decode_plain",
          {blocks, Config::kThreads, sizeof(AttendShared<Config>)}, params, stream);
 }
 
@@ -83,9 +83,9 @@ void launch_decode_plain(const AttendParams& params, cudaStream_t stream) {
     // With up to 4 rows a warp for each: the common case of one query token and few heads in a
     // group.
     if (p.q_len * p.gqa_ratio() <= 4) {
-      launch_decode_config<T, AttendConfig<dim(), 4, 1>>(params, stream);
+      launch_decode_config<AttendConfig<T, dim(), 4, 1>>(params, stream);
     } else {
-      launch_decode_config<T, AttendConfig<dim(), 4, 4>>(params, stream);
+      launch_decode_config<AttendConfig<T, dim(), 4, 4>>(params, stream);
     }
   });
 }

@@ -41,7 +41,7 @@ __device__ RowTile prefill_tile(const AttendParams& params, std::int64_t work,
                        KeyRange{0, s.kv_len});
 }
 
-template <typename T, typename Config>
+template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     prefill_plain(const __grid_constant__ AttendParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     if (threadIdx.x == 0) shared.tile = prefill_tile<Config>(params, work, seq_tiles);
     __syncthreads();
     WarpRows<Config> rows;
-    attend_rows<T>(params, shared, rows);
+    attend_rows(params, shared, rows);
     for_each_row(shared, rows, [&](int row, const WarpRow<Config::kColumns>& total) {
       const RowName name = row_name(p, shared.tile, row);
       finish_row(p, shared.tile.sequence, name.token, name.head, total);
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   }
 }
 
-template <typename T, typename Config>
+template <typename Config>
 void launch_prefill_config(const AttendParams& params, cudaStream_t stream) {
   const AttentionProblem& p = params.problem;
   std::int64_t tiles =
@@ -75,7 +75,7 @@ void launch_prefill_config(const AttendParams& params, cudaStream_t stream) {
     tiles = p.total_q * p.gqa_ratio() / Config::kRows + params.num_seqs;
     launch_count_row_tiles(params, Config::kRows, stream);
   }
-  launch(prefill_plain<T, Config>, "prefill_plain",
+  launch(prefill_plain<Config>, "prefill_plain",
          {tiles * p.num_kv_heads, Config::kThreads, sizeof(AttendShared<Config>)}, params, stream);
 }
 
@@ -84,9 +84,10 @@ void launch_prefill_plain(const AttendParams& params, cudaStream_t stream) {
   with_dim(params.problem.head_dim, params.problem.head_dim_v, [&](auto dim) {
     // Beyond 256 bytes for each row: shared memory for 32 rows is more than sm_86 and sm_120 have,
     // or registers spill.
-    // With one byte for each element 8 warps have too few pieces of a tile to load.
-    constexpr int kWarps = dim() * sizeof(T) <= 256 && !kQuantized<T> ? 8 : 4;
-    launch_prefill_config<T, AttendConfig<dim(), kWarps, 4>>(params, stream);
+    // With one byte for each element 8 warps have too few pieces of a tile to load, with four bytes
+    // too few registers.
+    constexpr int kWarps = dim() <= 128 && sizeof(T) == 2 ? 8 : 4;
+    launch_prefill_config<AttendConfig<T, dim(), kWarps, 4>>(params, stream);
   });
 }
 
