@@ -49,6 +49,7 @@ set(tiledattn_cuda_sources
     src/cuda/backend_cuda.cpp
     src/cuda/capability.cpp
     src/cuda/capture.cpp
+    src/cuda/common/score_form.cpp
     src/cuda/common/shared_limit.cpp
     src/cuda/common/tensor_map.cpp
     src/cuda/cuda_copy_queue.cpp

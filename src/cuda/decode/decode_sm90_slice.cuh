@@ -22,9 +22,7 @@ namespace tiledattn::cuda {
 /// exp(x) for x <= 0, or NaN.
 __device__ __forceinline__ float exp_fast(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));
-  return y;
+  return exp2_fast(x * kLog2E);
 }
 
 /// Q of one head: row `tile * 8 + g`, as the second operand.

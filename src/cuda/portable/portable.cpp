@@ -6,35 +6,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numbers>
 
 #include "tiledattn/error.h"
 
 namespace tiledattn::cuda {
 
 namespace {
-
-/// Outside, scale * log2(e) times a score could leave float32.
-constexpr float kLeastScale = 1e-30f;
-constexpr float kMostScale = 1e30f;
-/// float16 holds weights of up to 2^8 and their sums are float32, so most steps rescale nothing.
-constexpr float kStaleMaximum = 8.0f;
-
-void set_scores(const AttentionProblem& p, PortableParams& params) {
-  constexpr float kLog2E = std::numbers::log2e_v<float>;
-  params.log2_scale = kLog2E;
-  if (p.softcap > 0.0f) {
-    params.transform = DotTransform::softcap;
-    params.inverse_softcap = 1.0f / p.softcap;
-  } else if (p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale) {
-    params.natural_scale = p.softmax_scale;
-    params.log2_scale = p.softmax_scale * kLog2E;
-  } else {
-    params.transform = DotTransform::scale;
-  }
-  // The state promises the true maximum.
-  params.stale_maximum = p.state.m != nullptr ? 0.0f : kStaleMaximum;
-}
 
 /// Results are of the type of q and every row begins at a multiple of 16 bytes.
 bool direct_output(const AttentionProblem& p) {
@@ -66,7 +43,9 @@ void launch_portable(const AttendParams& attend, cudaStream_t stream) {
   params.gqa_ratio = Divisor(p.gqa_ratio());
   params.block_size = Divisor(std::max<std::int64_t>(p.block_size, 1));
   params.direct_output = !attend.split() && direct_output(p);
-  set_scores(p, params);
+  params.scores = score_form(p);
+  // The state promises the true maximum.
+  params.stale_maximum = p.state.m != nullptr ? 0.0f : kStaleMaximum;
   if (p.q.dtype == DType::bfloat16) return launch_type<__nv_bfloat16>(params, stream);
   if (p.q.dtype == DType::float16) return launch_type<__half>(params, stream);
   throw TypeError("q: got " + to_string(p.q.dtype) + "; expected float16 or bfloat16");

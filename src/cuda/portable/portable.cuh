@@ -110,14 +110,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       const bool masked = begin < last_row.begin || end > rows[0].end;
 #pragma unroll
       for (int block = 0; block < Config::kRowBlocks; ++block) {
-        if (params.transform != DotTransform::none) transform_dots(params, scores[block]);
+        if (params.scores.transform != ScoreTransform::none) transform_dots(params, scores[block]);
         if (masked) mask_scores(scores[block], &rows[block * 16], begin);
       }
       float shift[Config::kRowBlocks][2];
       update_maxima(params, scores, sums, output, shift);
 #pragma unroll
       for (int block = 0; block < Config::kRowBlocks; ++block)
-        make_weights<T>(params.log2_scale, scores[block], shift[block], sums[block],
+        make_weights<T>(params.scores.log2_scale, scores[block], shift[block], sums[block],
                         weights[block]);
     } else {
       under_dots();

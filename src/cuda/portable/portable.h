@@ -9,14 +9,9 @@
 
 #include "common/attend_params.h"
 #include "common/divisor.h"
+#include "common/score_form.h"
 
 namespace tiledattn::cuda {
-
-enum class DotTransform : std::int32_t {
-  none,     ///< scores are dots; the scale is part of log2_scale
-  scale,    ///< dot * scale
-  softcap,  ///< cap * tanh(dot * scale / cap)
-};
 
 struct PortableParams {
   AttendParams attend;
@@ -29,10 +24,7 @@ struct PortableParams {
   Divisor gqa_ratio;
   Divisor block_size;
 
-  DotTransform transform = DotTransform::none;
-  float inverse_softcap = 1.0f;
-  float log2_scale = 1.0f;     ///< weights are 2^((s - max s) * log2_scale)
-  float natural_scale = 1.0f;  ///< max s times this is the maximum in natural units
+  ScoreForm scores;
   float stale_maximum = 0.0f;  ///< a maximum is kept while scores exceed it by less than 2^this
   bool direct_output = false;  ///< rows of out can be written as they are, 16 bytes at a time
 };

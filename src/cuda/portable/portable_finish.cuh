@@ -22,7 +22,7 @@ __device__ __forceinline__ float sum_of_quad(float x) {
 /// The maximum in natural units. A NaN score never wins it; here it reaches m, as the state
 /// promises.
 __device__ __forceinline__ float natural_maximum(const PortableParams& params, float m, float l) {
-  return l != l && m != infinity() ? l : m * params.natural_scale;
+  return l != l && m != infinity() ? l : m * params.scores.natural_scale;
 }
 
 /// Out and lse of the warp's rows.

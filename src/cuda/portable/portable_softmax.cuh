@@ -13,16 +13,6 @@
 
 namespace tiledattn::cuda {
 
-/// Up to here (as a power of two) rounding max * log2_scale moves weights by less than 2^-13 of
-/// themselves, and one fused operation is enough.
-constexpr float kModeratePower = 1024.0f;
-
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// The thread's number, read anew: what is made of it would take registers all through the loop.
 __device__ __forceinline__ int read_thread() {
   int thread;
@@ -46,8 +36,8 @@ __device__ __forceinline__ void transform_dots(const PortableParams& params,
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float score = __fmul_rn(scores[j][e], p.softmax_scale);
-      if (params.transform == DotTransform::softcap)
-        score = __fmul_rn(p.softcap, tanhf(__fmul_rn(score, params.inverse_softcap)));
+      if (params.scores.transform == ScoreTransform::softcap)
+        score = __fmul_rn(p.softcap, tanhf(__fmul_rn(score, params.scores.inverse_softcap)));
       scores[j][e] = score;
     }
   }
@@ -83,7 +73,7 @@ __device__ __forceinline__ void update_maxima(const PortableParams& params,
                                               RowSums (&rows)[kBlocks],
                                               float (&output)[kBlocks][kColumns][4],
                                               float (&shift)[kBlocks][2]) {
-  const float scale = params.log2_scale;
+  const float scale = params.scores.log2_scale;
   float rescale[kBlocks][2];
   bool moderate = true;
   bool rescaled = false;
@@ -100,11 +90,11 @@ __device__ __forceinline__ void update_maxima(const PortableParams& params,
       // False for a first maximum, and where both are the same infinity.
       if ((top - rows[block].m[r]) * scale <= params.stale_maximum) top = rows[block].m[r];
       const float reference = top == -infinity() ? 0.0f : top;  // all scores are -inf or NaN
-      rescale[block][r] = power_of_2((rows[block].m[r] - reference) * scale);
+      rescale[block][r] = exp2_fast((rows[block].m[r] - reference) * scale);
       shift[block][r] = reference * scale;
       rows[block].m[r] = top;
       rescaled = rescaled || rescale[block][r] != 1.0f;
-      moderate = moderate && fabsf(shift[block][r]) <= kModeratePower;
+      moderate = moderate && fabsf(shift[block][r]) <= kModerateMaximum;
     }
   }
   if (!__any_sync(kAllLanes, rescaled || !moderate)) return;
@@ -147,8 +137,8 @@ __device__ __forceinline__ void make_weights(float log2_scale, const float (&sco
   for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float first = power_of_2(fmaf(scores[j][2 * r], log2_scale, -shift[r]));
-      const float second = power_of_2(fmaf(scores[j][2 * r + 1], log2_scale, -shift[r]));
+      const float first = exp2_fast(fmaf(scores[j][2 * r], log2_scale, -shift[r]));
+      const float second = exp2_fast(fmaf(scores[j][2 * r + 1], log2_scale, -shift[r]));
       rows.l[r] += first + second;
       weights[j / 2].part[j % 2 * 2 + r] = pack<T>(first, second);
     }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
 #include <numeric>
 #include <string>
 
@@ -31,10 +30,6 @@ constexpr std::int64_t kShortRowsD128 = 64;
 /// From these many on, tiles of 192 rows read K and V less often.
 constexpr std::int64_t kWideRows = 2048;
 constexpr std::int64_t kWideRowsCausal = 8192;
-/// Outside, scale * log2(e) times a score could leave float32.
-constexpr float kLeastScale = 1e-30f;
-constexpr float kMostScale = 1e30f;
-
 /// Rows of q, K, V or out, indexed (sequence, token, head); the columns of a box are one slab.
 struct Rows {
   const void* data;
@@ -55,24 +50,6 @@ CUtensorMap map_of(const Rows& rows, DType dtype, int box_rows) {
 
 std::int32_t limited(std::int64_t length) {
   return static_cast<std::int32_t>(std::min(length, kMaxPrefillSm90Length));
-}
-
-void set_scores(const AttentionProblem& p, PrefillSm90Params& params) {
-  constexpr float kLog2E = std::numbers::log2e_v<float>;
-  params.window_left = limited(p.window_left);
-  params.window_right = p.causal ? 0 : limited(p.window_right);
-  params.softmax_scale = p.softmax_scale;
-  params.log2_scale = kLog2E;
-  if (p.softcap > 0.0f) {
-    params.transform = ScoreTransform::softcap;
-    params.softcap = p.softcap;
-    params.inverse_softcap = 1.0f / p.softcap;
-  } else if (p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale) {
-    params.natural_scale = p.softmax_scale;
-    params.log2_scale = p.softmax_scale * kLog2E;
-  } else {
-    params.transform = ScoreTransform::scale;
-  }
 }
 
 /// Heads whose tiles go together. Full attention reads least with one KV head at a time. Under a
@@ -143,7 +120,7 @@ template <typename T>
 void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
   const AttentionProblem& p = params.attend.problem;
   const bool general =
-      params.transform != ScoreTransform::none || p.window_left < kMaxPrefillSm90Length;
+      params.scores.transform != ScoreTransform::none || p.window_left < kMaxPrefillSm90Length;
   const bool causal = p.causal || p.window_right < kMaxPrefillSm90Length;
   const std::int64_t dim = std::max(p.head_dim, p.head_dim_v);
   // Lengths of packed sequences are known on the device alone.
@@ -180,7 +157,9 @@ void launch_prefill_sm90(const AttendParams& attend, std::int32_t* counters, cud
   params.num_q_heads = static_cast<std::int32_t>(p.num_q_heads);
   params.gqa_ratio = static_cast<std::int32_t>(p.gqa_ratio());
   params.float_output = p.out.dtype == DType::float32;
-  set_scores(p, params);
+  params.scores = score_form(p);
+  params.window_left = limited(p.window_left);
+  params.window_right = p.causal ? 0 : limited(p.window_right);
   if (p.q.dtype == DType::bfloat16) return launch_type<__nv_bfloat16>(params, stream);
   if (p.q.dtype == DType::float16) return launch_type<__half>(params, stream);
   throw TypeError("q: got " + to_string(p.q.dtype) + "; expected float16 or bfloat16");

@@ -8,6 +8,7 @@
 
 #include "common/attend_params.h"
 #include "common/divisor.h"
+#include "common/score_form.h"
 
 namespace tiledattn::cuda {
 
@@ -57,13 +58,6 @@ struct PrefillSm90Config {
                                                                                      : 0;
 };
 
-/// How scores are made from q . k where not by a positive factor alone.
-enum class ScoreTransform : std::int32_t {
-  none,
-  scale,    ///< dot * scale
-  softcap,  ///< cap * tanh(dot * scale / cap)
-};
-
 struct PrefillSm90Params {
   CUtensorMap q;
   CUtensorMap k;
@@ -91,14 +85,8 @@ struct PrefillSm90Params {
   std::int32_t window_left = 0;
   std::int32_t window_right = 0;  ///< 0 where causal
 
-  ScoreTransform transform = ScoreTransform::none;
-  float softmax_scale = 1.0f;
-  float softcap = 1.0f;
-  float inverse_softcap = 1.0f;
-  float log2_scale = 1.0f;     ///< weights are 2^((s - max s) * log2_scale), s
-                               ///< being dots or transformed scores
-  float natural_scale = 1.0f;  ///< s * natural_scale is the score
-  bool float_output = false;   ///< out is float32, written without TMA
+  ScoreForm scores;
+  bool float_output = false;  ///< out is float32, written without TMA
 };
 
 /// Lengths and windows are 32-bit in the kernel; sums of two of them and a window must fit.

@@ -176,7 +176,7 @@ class Consumer {
                                                      const WorkTile& work) const {
     if (Config::kGeneral) transform_scores(scores, params_);
     mask(scores, work, work.end - 1);
-    make_weights<true>(scores, rows, params_.log2_scale);
+    make_weights<true>(scores, rows, params_.scores.log2_scale);
     rows.rescale[0] = rows.rescale[1] = 1.0f;  // there is no output yet
   }
 
@@ -246,9 +246,9 @@ class Consumer {
     if (Config::kGeneral) transform_scores(scores, params_);
     if (kMasked) mask(scores, work, tile);
     if constexpr (Config::kLagged && !kMasked) {
-      make_lagged_weights(scores, rows, params_.log2_scale);
+      make_lagged_weights(scores, rows, params_.scores.log2_scale);
     } else {
-      make_weights<kMasked>(scores, rows, params_.log2_scale);
+      make_weights<kMasked>(scores, rows, params_.scores.log2_scale);
     }
     anchor(rows);
     wgmma_wait<0>();
@@ -268,10 +268,10 @@ class Consumer {
 #pragma unroll 1
     for (; tile >= full_end; --tile) step<true>(out, weights, rows, work, tile);
     if (tile >= full_begin) {
-      rows.note_size(params_.log2_scale);
+      rows.note_size(params_.scores.log2_scale);
 #pragma unroll 1
       for (; tile >= full_begin; --tile) step<false>(out, weights, rows, work, tile);
-      rows.note_size(params_.log2_scale);
+      rows.note_size(params_.scores.log2_scale);
     }
     if constexpr (Config::kGeneral) {
 #pragma unroll 1

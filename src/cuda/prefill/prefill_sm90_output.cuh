@@ -38,7 +38,7 @@ class OutputRows {
       float sum = rows.l[r] * rows.owed[r];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      const RowResult result(rows.m[r] * params_.natural_scale, sum,
+      const RowResult result(rows.m[r] * params_.scores.natural_scale, sum,
                              p.sinks == nullptr ? nullptr : p.sinks + work.head);
       factor[r] = result.sum == 0.0f ? 0.0f : rows.owed[r] * __fdividef(result.scale, result.sum);
       if (p.out.lse != nullptr && consumer_lane() % 4 == 0 && rows_left > 8 * r) {

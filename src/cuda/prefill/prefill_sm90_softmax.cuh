@@ -13,21 +13,9 @@
 
 namespace tiledattn::cuda {
 
-/// The maximum of a row is kept while scores exceed it by less than a factor of 2^this: most steps
-/// then rescale nothing. float16 holds such weights too.
-constexpr float kStaleMaximum = 8.0f;
-/// Up to here (as a power of two) rounding max * log2_scale moves weights by less than 2^-13 of
-/// themselves, and one fused operation is enough.
-constexpr float kModerateMaximum = 1024.0f;
 /// Weights that refer to an older maximum may reach 2^this: products with values of up to 2^60 and
 /// sums of them stay far within float32.
 constexpr float kLargestWeight = 60.0f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// What is known of a thread's two rows.
 struct RowPair {
@@ -73,13 +61,14 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const int (
 template <int kCount>
 __device__ __forceinline__ void transform_scores(float (&scores)[kCount],
                                                  const PrefillSm90Params& params) {
-  if (params.transform == ScoreTransform::none) return;
+  if (params.scores.transform == ScoreTransform::none) return;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) scores[i] = __fmul_rn(scores[i], params.softmax_scale);
-  if (params.transform == ScoreTransform::scale) return;
+  for (int i = 0; i < kCount; ++i) scores[i] = __fmul_rn(scores[i], params.scores.softmax_scale);
+  if (params.scores.transform == ScoreTransform::scale) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    scores[i] = __fmul_rn(params.softcap, tanhf(__fmul_rn(scores[i], params.inverse_softcap)));
+    scores[i] = __fmul_rn(params.scores.softcap,
+                          tanhf(__fmul_rn(scores[i], params.scores.inverse_softcap)));
 }
 
 /// The largest of `top` and the thread's scores of row r.
