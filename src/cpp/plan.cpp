@@ -43,6 +43,12 @@ std::int64_t most_segments(std::int64_t max_keys, std::int64_t limit) {
   return std::clamp<std::int64_t>((max_keys + kSegmentKeys - 1) / kSegmentKeys, 1, limit);
 }
 
+/// For the kernels that multiply by its inverse.
+bool fits_softcap(float softcap) {
+  constexpr float kSmallest = 1e-30f;
+  return softcap <= 0.0f || softcap >= kSmallest;
+}
+
 bool is_decode(const AttentionProblem& p) {
   return p.state.m != nullptr || (!p.packed_q() && p.q_len <= kMaxDecodeTokens);
 }
@@ -69,8 +75,7 @@ bool fits_decode_sm90(const AttentionProblem& p) {
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
   if (p.packed_q() || p.key_source == KeySource::packed) return false;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;
-  constexpr float kSmallestSoftcap = 1e-30f;  // the kernel multiplies by the inverse
-  if (p.softcap > 0.0f && p.softcap < kSmallestSoftcap) return false;
+  if (!fits_softcap(p.softcap)) return false;
   const bool dense = p.key_source == KeySource::dense;
   const std::int64_t num_blocks = dense ? p.num_seqs : p.num_blocks;
   const std::int64_t block_size = dense ? p.dense_kv_len : p.block_size;
@@ -122,7 +127,7 @@ void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, P
 /// where token i sees all keys up to its own position, in pieces of blocks of 8 tokens or more.
 /// Lengths, windows and numbers of tiles are 32-bit in the kernel.
 bool fits_prefill_sm90(const AttentionProblem& p) {
-  if (p.quantized()) return false;  // the plain kernels alone read scales
+  if (p.quantized()) return false;  // it reads no scales
   constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
   constexpr std::int64_t kMaxTiles = std::int64_t{1} << 31;
   constexpr std::int64_t kFewestRows = 64;  // of a tile
@@ -167,15 +172,14 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
 /// multiples of 16 bytes. Numbers of rows, keys, blocks of the pool and blocks of the grid are
 /// 32-bit in it.
 bool fits_portable(const AttentionProblem& p) {
-  if (p.quantized()) return false;  // the plain kernels alone read scales
+  if (p.quantized()) return false;  // it reads no scales
   constexpr std::int64_t kLimit = std::int64_t{1} << 30;
-  constexpr std::int64_t kElements = 8;       // 16 bytes
-  constexpr std::int64_t kFewestRows = 16;    // of a tile
-  constexpr float kSmallestSoftcap = 1e-30f;  // the kernel multiplies by the inverse
+  constexpr std::int64_t kElements = 8;     // 16 bytes
+  constexpr std::int64_t kFewestRows = 16;  // of a tile
   if (p.q.dtype != DType::float16 && p.q.dtype != DType::bfloat16) return false;
   if (p.num_q_heads < 1 || p.head_dim % kElements != 0 || p.head_dim_v % kElements != 0)
     return false;
-  if (p.softcap > 0.0f && p.softcap < kSmallestSoftcap) return false;
+  if (!fits_softcap(p.softcap)) return false;
   const bool dense = p.key_source == KeySource::dense;
   const std::int64_t tokens = p.packed_q() ? p.total_q : p.q_len;
   // The stride of a dimension of one element does not count.
