@@ -266,9 +266,11 @@ tiledattn_status tiledattn_streaming_prefetch(tiledattn_streaming* streaming,
                                               const std::int64_t* q_positions,
                                               std::int32_t* begun) {
   return guarded([&] {
-    const bool accepted = required(streaming, "streaming")
-                              .object.prefetch(to_sequences(sequences, num_seqs), q_len ? q_len : 1,
-                                               to_positions(q_positions, num_seqs));
+    // In this order: it also checks num_seqs, which the positions are then read by.
+    const auto wanted = to_sequences(sequences, num_seqs);
+    const auto positions = to_positions(q_positions, num_seqs);
+    const bool accepted =
+        required(streaming, "streaming").object.prefetch(wanted, q_len ? q_len : 1, positions);
     if (begun) *begun = accepted;
   });
 }

@@ -420,6 +420,9 @@ static void test_wrong_calls(void) {
   sequences.parts[1].num_blocks = -1;
   CHECK_ERROR(attend(streaming, sequences.all, NULL, 0, NULL, got), TILEDATTN_VALUE_ERROR,
               "sequences[1].parts[0].blocks", "-1");
+  const int64_t positions[kSeqs] = {0};
+  CHECK_ERROR(tiledattn_streaming_prefetch(streaming, sequences.all, -1, 1, positions, NULL),
+              TILEDATTN_VALUE_ERROR, "sequences", "-1");
   CHECK_ERROR(tiledattn_streaming_discard(NULL), TILEDATTN_VALUE_ERROR, "streaming", "NULL");
   CHECK(untouched(got) && reads.pinned == 0 && none == NULL && other == NULL);
   tiledattn_streaming_destroy(streaming);
