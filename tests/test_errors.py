@@ -81,6 +81,9 @@ def test_score_option_types(cpu):
         _refused((TypeError, ValueError), ["window"], calls.run_flash, cpu, qkv, **bad)
     _refused(TypeError, ["sinks"], calls.run_flash, cpu, qkv, sinks=np.zeros(4, np.float64))
     _refused(TypeError, ["softcap"], calls.run_flash, cpu, qkv, softcap="big")
+    for name in ("softcap", "softmax_scale"):
+        for value in (True, np.False_):
+            _refused(TypeError, [name, "bool"], calls.run_flash, cpu, qkv, **{name: value})
     _refused(TypeError, ["softmax_scale"], calls.run_flash, cpu, qkv, softmax_scale="big")
 
 

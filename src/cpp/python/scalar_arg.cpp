@@ -57,6 +57,7 @@ std::optional<std::int64_t> optional_integer_arg(nb::handle value, const char* n
 }
 
 double number_arg(nb::handle value, const char* name) {
+  if (is_bool(value)) refuse_type(value, name, "a number");
   const double result = PyFloat_AsDouble(value.ptr());
   if (result == -1.0 && PyErr_Occurred()) {
     const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;

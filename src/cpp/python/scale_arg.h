@@ -15,8 +15,6 @@ namespace tiledattn::binding {
 
 /// The scale of a source: None or a number.
 inline std::optional<double> optional_scale_number(nanobind::handle value, const char* name) {
-  if (is_bool(value))
-    throw TypeError(std::string(name) + ": expected None or a number, got " + type_name_of(value));
   return optional_number_arg(value, name);
 }
 
