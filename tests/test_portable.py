@@ -2,7 +2,7 @@
 """What the portable kernel takes and Hopper's do not: blocks of any size, windows over a paged cache, rows of odd
 strides; and the cases of the other kernels' tests.
 
-A call that it cannot take runs on the plain kernel, so each test also asks which one is planned where that matters.
+A call that it cannot take would run on the plain kernel; tests/cpp/test_plan.cpp says which calls it takes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ CAUSAL = cases.Score(causal=True)
 
 
 @pytest.fixture(autouse=True)
-def portable(monkeypatch):
+def portable(gpu, monkeypatch):
     monkeypatch.setenv("TILEDATTN_CUDA_KERNELS", "portable")
+    for operation, job in (("paged_attention", "decode"), ("flash_attention", "prefill")):
+        assert ta.supports(operation, device="cuda").kernel == f"cuda_{job}_portable"
 
 
 @SIXTEEN
