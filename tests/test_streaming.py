@@ -6,13 +6,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 
 import calls
 import cases
 import compare
 import numpy as np
-import processes
 import pytest
 import tiledattn as ta
 from arrays import NP_DTYPE
@@ -332,10 +330,3 @@ def test_stats_are_counted_and_shown(device):
     assert "remote" in str(stats)
     streaming.reset_stats()
     assert streaming.stats.launches == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
-def test_the_example_runs_under_its_limit():
-    text = processes.run(str(processes.TESTS.parent / "examples" / "stream_file.py"))
-    assert "no memory, as it should be" in text
-    assert "256 MiB of KV through 24 MiB" in text
