@@ -384,8 +384,9 @@ def supports(
     num_q_heads, num_kv_heads, head_dim, head_dim_v, block_size
         Sizes of the call; ``head_dim_v`` None means ``head_dim``.
     q_len
-        Query tokens of each sequence; None means one, or many for ``flash_attention``. Other arguments are taken
-        to be the defaults of the function, and arrays to be contiguous.
+        Query tokens of each sequence; None means one, or many for ``flash_attention``.
+
+    Other arguments of the function are taken to be its defaults, and arrays to be contiguous.
 
     Returns
     -------
@@ -426,6 +427,14 @@ def check(device: DeviceLike = None) -> None:
     ----------
     device
         ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None means the best device present.
+
+    Raises
+    ------
+    ValueError, IndexError
+        What a GPU found: a length, a count or a block id of an earlier call that no array holds. The CPU finds
+        such things before a call writes anything, so there is nothing left to raise.
+    CudaError
+        If the device itself failed.
 
     Examples
     --------
