@@ -80,6 +80,15 @@ def run(name: str, command: list[str], log_dir: Path, limit_s: float, env: dict[
     return Step(name, " ".join(command), round(time.monotonic() - start, 1), code == 0, summary[:160])
 
 
+def commit() -> str:
+    """The commit that the tree is of, marked where the tree differs from it."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except FileNotFoundError:
+        return "unknown"
+
+
 def machine() -> dict[str, str]:
     """Describe the machine and the versions that a result depends on."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -90,7 +99,7 @@ def machine() -> dict[str, str]:
             "\n"
         )[-2]
     found["python"] = platform.python_version()
-    for package in ("tiledattn", "numpy", "torch", "cupy-cuda13x", "jax", "nanobind", "nanobind-backend"):
+    for package in ("numpy", "torch", "cupy-cuda13x", "jax", "nanobind", "nanobind-backend"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -144,12 +153,14 @@ def main() -> int:
     parser.add_argument(
         "--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder of the steps' output"
     )
+    parser.add_argument("--commit", help="of the tree, where it comes without its history")
     parser.add_argument("--quick", action="store_true", help="only the build and the tests marked gpu")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": args.commit or commit(),
         "command": "python scripts/gpu_check.py" + (" --quick" if args.quick else ""),
         "machine": machine(),
         "complete": False,
