@@ -126,12 +126,17 @@ TILEDATTN_HOST_DEVICE int group_cost(const DecodeCut& cut, int group) {
   return chunks_of_group(cut, group) + 1;
 }
 
+/// What a head costs beside its groups, in chunks: a team that goes from one head to the next waits
+/// for the counter, the partial results and the next queries.
+constexpr int kDecodeHeadCost = 4;
+
 /// What one KV head (and tile of rows) of a sequence costs.
 TILEDATTN_HOST_DEVICE std::int64_t head_cost(const DecodeCut& cut) {
-  return std::int64_t{cut.num_chunks} + cut.num_groups;
+  return std::int64_t{cut.num_chunks} + cut.num_groups + kDecodeHeadCost;
 }
 
-/// All work stands in one line, sequence after sequence and group after group, as long as it costs.
+/// All work stands in one line, sequence after sequence and group after group, as long as it costs;
+/// what a head costs by itself comes after its groups.
 /// Team `team` does the groups that begin at begin(team) .. begin(team + 1) - 1.
 struct DecodeShares {
   std::int64_t each = 0;  ///< total_cost / num_teams

@@ -82,6 +82,7 @@ struct GroupPlace {
   __device__ __forceinline__ bool advance(const DecodeSm90Params& params, const DecodeCut& cut) {
     left -= group_cost(cut, group);
     if (++group < cut.num_groups) return false;
+    left -= kDecodeHeadCost;
     group = 0;
     if (++head < params.heads_per_seq) return false;
     head = 0;
