@@ -8,8 +8,10 @@ import importlib
 import re
 import sys
 
+import numpy as np
 import processes
 import pytest
+import tiledattn as ta
 
 ROOT = processes.TESTS.parent
 README = (ROOT / "README.md").read_text()
@@ -34,6 +36,38 @@ def test_readme(block):
 
 def test_readme_has_examples_for_numpy():
     assert len(NUMPY_BLOCKS) == 2
+
+
+def test_fetching_ahead_as_documented():
+    """Each layer is asked for once, one layer ahead of its use, and nothing that was fetched is dropped."""
+    text = (ROOT / "docs" / "out-of-core.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "attn.prefetch(" in b)
+    dims = ta.TiledAttentionDims(
+        max_seqs=1, num_q_heads=2, num_kv_heads=1, head_dim=8, block_size=4, tile_capacity=2
+    )
+    rng = np.random.default_rng(0)
+    read = []
+
+    class Layer(ta.TileSource):
+        def __init__(self, number):
+            self.number, self.name = number, f"layer {number}"
+            self.cache = rng.standard_normal((10, 2, 1, 4, 8), dtype=np.float32)
+
+        def describe(self):
+            return ta.TileGeometry(num_blocks=10, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
+
+        def read(self, blocks, buffer):
+            read.append(self.number)
+            buffer[:] = self.cache[blocks].reshape(len(blocks), -1).view(np.uint8)
+            return buffer.nbytes
+
+    sequences = [[ta.StreamSequence(40, ta.KvPart(Layer(n), range(10)))] for n in range(4)]
+    attn = ta.StreamingAttention(dims, scratch_bytes=1 << 14, device="cpu", num_readers=1)
+    exec(block, {"attn": attn, "q": np.ones((1, 2, 8), np.float32), "sequences": sequences, "num_layers": 4})
+    assert read == sorted(read)
+    assert set(read) == {0, 1, 2, 3}
+    assert attn.stats.prefetched_launches > 0
+    assert attn.stats.dropped_launches == 0
 
 
 def test_tiled_decode():
