@@ -20,9 +20,10 @@ BLOCK_SIZE, TILE_CAPACITY = 16, 64
 
 
 def main() -> None:
-    tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
-    if tokens < 1:
-        raise SystemExit(f"tokens: {tokens}, wanted at least 1")
+    given = sys.argv[1] if len(sys.argv) > 1 else "20000"
+    if not given.isdecimal() or int(given) < 1:
+        raise SystemExit(f"tokens: got {given}, wanted a number of at least 1")
+    tokens = int(given)
     generator = np.random.default_rng(0)
     num_blocks = -(-tokens // BLOCK_SIZE)
     cache = generator.standard_normal((num_blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), dtype=np.float32)

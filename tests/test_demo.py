@@ -362,7 +362,7 @@ def test_demo_exit_code_tells_of_a_failed_verification(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "required: command"),
+        ([], "required: {info,demo}"),
         (["demo", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["demo", "--tokens", "0"], "--tokens: got '0'; expected an integer >= 1"),
         (["demo", "--scratch-blocks", "two"], "--scratch-blocks: got 'two'; expected an integer >= 1"),
@@ -477,7 +477,7 @@ def test_the_extras_of_the_demo_are_named(arguments, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert cli.main(["demo", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    for text in ('`pip install "tiledattn[demo]"`', '`pip install ".[demo]"`', "--random-weights"):
+    for text in ("`pip install gguf`", '`pip install ".[demo]"`', "--random-weights"):
         assert text in line
 
 

@@ -90,6 +90,7 @@ def test_info(cpu):
     assert info["version"] == ta.__version__
     assert info["cpu_isa"] in info["cpu_isas"]
     assert "scalar" in info["cpu_isas"]
+    assert info["num_threads"] == ta.get_num_threads()
     assert len(info["cuda_devices"]) == info["num_cuda_devices"]
     assert bool(info["no_cuda"]) == (info["num_cuda_devices"] == 0)
 
@@ -130,3 +131,9 @@ def test_scratch_pool_views_errors(cpu):
         ta.scratch_pool_views(np.zeros((4, 3, 2, 8, 16), np.float32))
     with pytest.raises(ValueError, match="pool"):
         ta.scratch_pool_views(cases.random(np.random.default_rng(0), (4, 2, 8, 16), "float32"))
+
+
+def test_reasons_name_the_arguments_of_the_call():
+    answer = ta.supports("paged_attention", device="cpu", head_dim=300)
+    assert not answer
+    assert answer.reason.startswith("head_dim: got head dimension 300")

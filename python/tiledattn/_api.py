@@ -452,7 +452,8 @@ def info() -> dict[str, Any]:
     dict
         ``version``; ``cuda`` (toolkit and architectures of the kernels, empty without), ``no_cuda`` (why no
         GPU can be used, empty when one can), ``num_cuda_devices``, ``cuda_devices`` (their names);
-        ``cpu_isa`` (the instruction set in use), ``cpu_isas`` (those that this machine has, best first).
+        ``cpu_isa`` (the instruction set in use), ``cpu_isas`` (those that this machine has, best first),
+        ``num_threads`` (of calls on the CPU).
 
     Examples
     --------

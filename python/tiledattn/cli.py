@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tiledattn", description="Exact attention in tiles.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo}")
 
     info = commands.add_parser("info", help="what this build holds and which devices answer")
     info.add_argument("--json", action="store_true", help="as one JSON object")

@@ -60,9 +60,10 @@ void check_cache_dtype(const char* argument, const Tensor& tensor) {
 
 void check_kv_dtype(const char* argument, DType kv_dtype, DType dtype, const char* owner) {
   if (kv_dtype == dtype || is_quantized(kv_dtype)) return;
-  throw TypeError(std::string(argument) + ": dtype is " + to_string(kv_dtype) + "; expected " +
-                  to_string(dtype) + " like " + owner +
-                  ", or float8_e4m3fn or int8 (quantised, with k_scale)");
+  throw TypeError(
+      std::string(argument) + ": dtype is " + to_string(kv_dtype) + "; expected " +
+      to_string(dtype) + " like " + owner +
+      ", or float8_e4m3fn or int8 of a quantised cache (bytes are viewed as float8_e4m3fn first)");
 }
 
 void check_pool_dtypes(const Tensor& k_pool, const Tensor& v_pool, DType dtype, const char* owner) {

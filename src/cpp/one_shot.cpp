@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 
 #include "backend.h"
 #include "check_quantized.h"
@@ -162,7 +164,10 @@ Support supports(const SupportQuery& query) {
   } catch (const MemoryError&) {
     throw;
   } catch (const Error& error) {
-    return {false, "", error.what()};
+    std::string reason = error.what();
+    constexpr std::string_view kDims = "dims.";  // the caller of supports() has none
+    if (reason.starts_with(kDims)) reason.erase(0, kDims.size());
+    return {false, "", reason};
   }
 }
 

@@ -12,16 +12,16 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// The driver's text is the same without a driver and with one that is too old, so its version goes
-/// with it.
+/// CUDA's own text is the same without a driver and with one that is too old.
 std::string why_no_device(cudaError_t status) {
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) (void)cudaGetLastError();
-  const std::string found = driver == 0
-                                ? "no CUDA driver was found"
-                                : "the installed driver supports CUDA " + version_text(driver);
-  return "no CUDA device can be used: " + describe(status) + " (" + found +
-         "; this build needs CUDA " + version_text(CUDART_VERSION / 1000 * 1000) + " or newer)";
+  const std::string wanted =
+      "this build needs one for CUDA " + version_text(CUDART_VERSION / 1000 * 1000) + " or newer";
+  const std::string none = "no CUDA device can be used: ";
+  if (driver == 0) return none + "no CUDA driver was found; " + wanted;
+  return none + describe(status) + " (the installed driver supports CUDA " + version_text(driver) +
+         "; " + wanted + ")";
 }
 
 Devices find_devices() {

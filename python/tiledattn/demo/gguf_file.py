@@ -35,8 +35,8 @@ def import_gguf() -> Any:
         return import_module("gguf")
     except ImportError:
         raise DemoError(
-            'the package gguf, which reads models, is missing: `pip install "tiledattn[demo]"` brings it '
-            '(`pip install ".[demo]"` in a clone of the sources); or give --random-weights SEED'
+            "the package gguf, which reads models, is missing: `pip install gguf` brings it "
+            '(so does `pip install ".[demo]"` in a clone of the sources); or give --random-weights SEED'
         ) from None
 
 

@@ -32,6 +32,7 @@ nb::typed<nb::dict, std::string, nb::any> info() {
   answer["no_cuda"] = build.no_cuda;
   answer["cpu_isa"] = build.cpu_isa;
   answer["cpu_isas"] = cpu_isas();
+  answer["num_threads"] = get_num_threads();
   answer["num_cuda_devices"] = build.num_cuda_devices;
   answer["cuda_devices"] = devices;
   return nb::borrow<nb::typed<nb::dict, std::string, nb::any>>(answer);

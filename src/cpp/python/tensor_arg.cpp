@@ -105,10 +105,12 @@ Tensor TensorArgs::convert(nb::handle array, const char* name, bool writable) {
   } else if (type.is_capsule) {
     tensor = consume(array, name, writable);
   } else if (!type.has_dlpack) {
+    const std::string got = type_name_of(array);
+    const bool is_traced = got.starts_with("jax.") || got.starts_with("jaxlib.");
     throw TypeError(
         std::string(name) +
-        ": expected an array (NumPy, torch, CuPy, JAX or anything with __dlpack__), got " +
-        type_name_of(array));
+        ": expected an array (NumPy, torch, CuPy, JAX or anything with __dlpack__), got " + got +
+        (is_traced ? "; functions that JAX traces (jit, vmap) take those of tiledattn.jax" : ""));
   } else if (type.framework == Framework::numpy) {
     tensor = convert_numpy(array, name, writable, type);
   } else {
