@@ -65,6 +65,31 @@ std::int64_t stride_bytes(const TensorMapSpec& spec, std::size_t dimension) {
   return spec.sizes[dimension] > 1 ? spec.strides[dimension] * item_bytes(spec.dtype) : kAlignment;
 }
 
+CUtensorMap encode(const TensorMapSpec& spec) {
+  static const Encode encode_tiled = find_encode();
+  std::array<cuuint64_t, 5> sizes{};
+  std::array<cuuint64_t, 5> strides{};  // bytes, from the second dimension on
+  std::array<cuuint32_t, 5> box{};
+  std::array<cuuint32_t, 5> steps{};
+  for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rank); ++i) {
+    sizes[i] = static_cast<cuuint64_t>(spec.sizes[i]);
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(stride_bytes(spec, i));
+    box[i] = static_cast<cuuint32_t>(spec.box[i]);
+    steps[i] = 1;
+  }
+  CUtensorMap map;
+  const CUresult status =
+      encode_tiled(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
+                   const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(),
+                   steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw CudaError("cuTensorMapEncodeTiled failed with CUresult " +
+                    std::to_string(static_cast<int>(status)));
+  }
+  return map;
+}
+
 }  // namespace
 
 bool fits_tensor_map(const TensorMapSpec& spec) {
@@ -79,27 +104,19 @@ bool fits_tensor_map(const TensorMapSpec& spec) {
 }
 
 CUtensorMap encode_tensor_map(const TensorMapSpec& spec) {
-  static const Encode encode = find_encode();
-  std::array<cuuint64_t, 5> sizes{};
-  std::array<cuuint64_t, 5> strides{};  // bytes, from the second dimension on
-  std::array<cuuint32_t, 5> box{};
-  std::array<cuuint32_t, 5> steps{};
-  for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rank); ++i) {
-    sizes[i] = static_cast<cuuint64_t>(spec.sizes[i]);
-    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(stride_bytes(spec, i));
-    box[i] = static_cast<cuuint32_t>(spec.box[i]);
-    steps[i] = 1;
-  }
-  CUtensorMap map;
-  const CUresult status =
-      encode(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
-             const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(), steps.data(),
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw CudaError("cuTensorMapEncodeTiled failed with CUresult " +
-                    std::to_string(static_cast<int>(status)));
-  }
+  // A map is made of its spec alone, and an engine's calls have the same pools again and again.
+  struct Known {
+    TensorMapSpec spec;
+    CUtensorMap map;
+  };
+  constexpr std::size_t kKnown = 16;
+  thread_local std::array<Known, kKnown> known{};
+  thread_local std::size_t oldest = 0;
+  for (const Known& one : known)
+    if (one.spec == spec) return one.map;
+  const CUtensorMap map = encode(spec);
+  known[oldest] = {spec, map};
+  oldest = (oldest + 1) % kKnown;
   return map;
 }
 

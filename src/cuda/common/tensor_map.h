@@ -20,6 +20,8 @@ struct TensorMapSpec {
   std::array<std::int64_t, 5> strides{};  ///< elements; [0] is 1
   std::array<int, 5> box{};
   int swizzle_bytes = 128;  ///< 0, 32, 64 or 128
+
+  bool operator==(const TensorMapSpec&) const = default;
 };
 
 /// What TMA asks of the array: 16-byte alignment of the address and of all strides but the first,
@@ -27,7 +29,7 @@ struct TensorMapSpec {
 bool fits_tensor_map(const TensorMapSpec& spec);
 
 /// Throws CudaError where the driver refuses it. The driver is asked for its function; nothing
-/// links to it.
+/// links to it. A thread keeps its last maps.
 CUtensorMap encode_tensor_map(const TensorMapSpec& spec);
 
 }  // namespace tiledattn::cuda
