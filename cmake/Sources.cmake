@@ -10,6 +10,7 @@ set(tiledattn_core_sources
     src/cpp/backends.cpp
     src/cpp/c_api.cpp
     src/cpp/c_streaming.cpp
+    src/cpp/check_apart.cpp
     src/cpp/check_quantized.cpp
     src/cpp/check_tensor.cpp
     src/cpp/checks.cpp

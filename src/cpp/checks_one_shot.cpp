@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "check_apart.h"
 #include "check_quantized.h"
 #include "check_tensor.h"
 #include "checks.h"
@@ -177,6 +178,14 @@ AttentionProblem check_flash_attention(const FlashArgs& args) {
   set_score(p, args.score);
   if (!packed) drop_idle_window(p);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
+  check_results_apart(args.out, args.lse, [&](const Written& written) {
+    written.check_apart_or_same("q", q);
+    written.check_apart("k", args.k);
+    written.check_apart("v", args.v);
+    written.check_apart("cu_seqlens_q", args.cu_seqlens_q);
+    written.check_apart("cu_seqlens_k", args.cu_seqlens_k);
+    written.check_apart("sinks", args.score.sinks);
+  });
   return p;
 }
 
@@ -247,6 +256,17 @@ AttentionProblem check_paged_attention(const PagedArgs& args) {
   p.causal = args.causal;
   set_score(p, args.score);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
+  check_results_apart(args.out, args.lse, [&](const Written& written) {
+    written.check_apart_or_same("q", q);
+    written.check_apart("k_pool", args.k_pool);
+    written.check_apart("v_pool", args.v_pool);
+    written.check_apart("block_table", args.block_table);
+    written.check_apart("seq_lens", args.seq_lens);
+    written.check_apart("cu_seqlens_q", args.cu_seqlens_q);
+    written.check_apart("k_scale", args.k_scale);
+    written.check_apart("v_scale", args.v_scale);
+    written.check_apart("sinks", args.score.sinks);
+  });
   return p;
 }
 
@@ -302,6 +322,12 @@ MergeAttentionProblem check_merge_attention(const Tensor& out_a, const Tensor& l
   p.out = view("out", out, "lse", lse);
   check_output(out, out_a.dtype, out_a.device, "out_a");
   check_lse(lse, out, out_a.device, "out_a");
+  check_results_apart(out, lse, [&](const Written& written) {
+    written.check_apart_or_same("out_a", out_a);
+    written.check_apart_or_same("lse_a", lse_a);
+    written.check_apart_or_same("out_b", out_b);
+    written.check_apart_or_same("lse_b", lse_b);
+  });
   p.lse_scale = static_cast<float>(std::log(lse_base));
   return p;
 }
@@ -346,6 +372,13 @@ WriteKvProblem check_write_kv(const WriteKvArgs& args) {
   p.v_pool = pool_view(args.v_pool);
   p.k_scale = check_scale("k_scale", args.k_scale, args.k_pool, "k");
   p.v_scale = check_scale("v_scale", args.v_scale, args.v_pool, "k");
+  for (const Written& pool : {Written("k_pool", args.k_pool), Written("v_pool", args.v_pool)}) {
+    pool.check_apart("k", args.k);
+    pool.check_apart("v", args.v);
+    pool.check_apart("slot_mapping", args.slot_mapping);
+    pool.check_apart("k_scale", args.k_scale);
+    pool.check_apart("v_scale", args.v_scale);
+  }
   return p;
 }
 

@@ -2,6 +2,7 @@
 // Checks of TiledAttention: dims, step_tile, finalize.
 #include <string>
 
+#include "check_apart.h"
 #include "check_quantized.h"
 #include "check_tensor.h"
 #include "checks.h"
@@ -241,6 +242,19 @@ AttentionProblem check_step_tile(const TiledAttentionDims& dims, const ScoreOpti
   if (tile.out) {
     p.out = check_result(dims, device, {p.num_seqs, true, q_len, q.dtype, has_tokens}, *tile.out,
                          tile.lse);
+    check_results_apart(*tile.out, tile.lse, [&](const Written& written) {
+      written.check_apart_or_same("q", q);
+      written.check_apart("k_pool", tile.k_pool);
+      written.check_apart("v_pool", tile.v_pool);
+      written.check_apart("tile_blocks", tile.tile_blocks);
+      written.check_apart("tile_block_counts", tile.tile_block_counts);
+      written.check_apart("last_block_valid_slots", tile.last_block_valid_slots);
+      written.check_apart("kv_positions", tile.kv_positions);
+      written.check_apart("q_positions", tile.q_positions);
+      written.check_apart("k_scale", tile.k_scale);
+      written.check_apart("v_scale", tile.v_scale);
+      written.check_apart("sinks", options.sinks);
+    });
   } else if (tile.lse) {
     refuse("lse", "an array without out",
            "out as well: lse is written with the result of the last tile");
@@ -270,6 +284,7 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   p.num_q_heads = dims.num_q_heads;
   p.head_dim_v = dims.value_dim();
   p.out = check_result(dims, device, shape, out, lse);
+  check_results_apart(out, lse, [](const Written&) {});
   return p;
 }
 
