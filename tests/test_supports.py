@@ -133,6 +133,23 @@ def test_scratch_pool_views_errors(cpu):
         ta.scratch_pool_views(cases.random(np.random.default_rng(0), (4, 2, 8, 16), "float32"))
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 2**62},
+        {"q_len": 0},
+        {"q_len": 16, "num_q_heads": 2**58, "num_kv_heads": 1, "head_dim": 1},
+        {"num_q_heads": 2**62, "num_kv_heads": 2**62},
+    ],
+)
+@pytest.mark.parametrize("operation", ["flash_attention", "paged_attention", "tiled_attention"])
+def test_sizes_beyond_64_bits(operation, sizes):
+    """Products of sizes would overflow in the plan, which divides by them."""
+    answer = ta.supports(operation, device="cpu", dtype="float32", **sizes)
+    assert not answer
+    assert answer.reason
+
+
 def test_reasons_name_the_arguments_of_the_call():
     answer = ta.supports("paged_attention", device="cpu", head_dim=300)
     assert not answer

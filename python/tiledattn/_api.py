@@ -371,6 +371,8 @@ def supports(
 ) -> Support:
     """Ask whether a device can run a call, by which kernel, and if not why.
 
+    Arguments that are not asked for here are taken to be the defaults of the function, and arrays to be contiguous.
+
     Parameters
     ----------
     operation
@@ -385,8 +387,6 @@ def supports(
         Sizes of the call; ``head_dim_v`` None means ``head_dim``.
     q_len
         Query tokens of each sequence; None means one, or many for ``flash_attention``.
-
-    Other arguments of the function are taken to be its defaults, and arrays to be contiguous.
 
     Returns
     -------

@@ -112,8 +112,11 @@ void write_kv(const WriteKvArgs& args, Stream stream) {
 Support supports(const SupportQuery& query) {
   try {
     const bool tiled = query.operation == SupportQuery::Operation::tiled_attention;
+    const bool dense = query.operation == SupportQuery::Operation::flash_attention;
     TiledAttentionDims dims;
     dims.max_seqs = dims.tile_capacity = 1;
+    dims.max_q_len = query.q_len.value_or(dense ? kMaxDecodeTokens + 1 : 1);
+    if (dims.max_q_len < 1) refuse("q_len", std::to_string(dims.max_q_len), "1 or more");
     dims.num_q_heads = query.num_q_heads;
     dims.num_kv_heads = query.num_kv_heads;
     dims.head_dim = query.head_dim;
@@ -125,11 +128,10 @@ Support supports(const SupportQuery& query) {
     check_attention_dtype("dtype", q);
     Tensor kv = q;
     kv.dtype = query.kv_dtype.value_or(query.dtype);
-    const bool has_scales = query.operation != SupportQuery::Operation::flash_attention;
-    if (has_scales) {
-      check_kv_dtype("kv_dtype", kv.dtype, q.dtype, "dtype");
-    } else {
+    if (dense) {
       check_same_dtype("kv_dtype", kv, q.dtype, "dtype");
+    } else {
+      check_kv_dtype("kv_dtype", kv.dtype, q.dtype, "dtype");
     }
     const Backend& backend = backend_for(query.device);
 
@@ -146,9 +148,7 @@ Support supports(const SupportQuery& query) {
     problem.block_size = query.block_size;
     problem.k = {nullptr, 0, query.num_kv_heads * query.head_dim, query.head_dim};
     problem.v = {nullptr, 0, query.num_kv_heads * problem.head_dim_v, problem.head_dim_v};
-    const bool dense = query.operation == SupportQuery::Operation::flash_attention;
-    problem.q_len = query.q_len.value_or(dense ? kMaxDecodeTokens + 1 : 1);
-    if (problem.q_len < 1) refuse("q_len", std::to_string(problem.q_len), "1 or more");
+    problem.q_len = dims.max_q_len;
     problem.key_source = tiled ? KeySource::tiles : dense ? KeySource::dense : KeySource::paged;
     problem.causal = !dense && !tiled;
     float state = 0.0f;
