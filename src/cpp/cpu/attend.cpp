@@ -148,6 +148,10 @@ class Attention {
   std::int64_t kv_heads_per_tile() const;
   /// Packed q stays bfloat16 where kernels multiply it with K of the same type.
   bool keeps_bfloat16() const { return p_.kv_dtype == DType::bfloat16 && kernels_.packs_bfloat16; }
+  /// Floats that a row of q takes in a panel: two bfloat16 elements have the room of one.
+  std::int64_t query_units() const {
+    return keeps_bfloat16() ? (p_.head_dim + 1) / 2 : p_.head_dim;
+  }
   std::int64_t head_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
   std::int64_t num_rows(const Tile& t) const { return head_rows(t) * t.num_kv_heads; }
   std::int64_t token_of(const Tile& t, std::int64_t row) const {
@@ -336,19 +340,22 @@ Row Attention::scratch_row(const Tile& t, std::int64_t row, std::int64_t segment
   return {at, at + 1, at + 2};
 }
 
-/// Rows side by side in the lanes: worth a transposed q where a tile has many.
+/// Rows side by side in the lanes: worth a transposed q where a tile has many. Products of bfloat16
+/// round weights, which decode does not.
 bool Attention::by_products(const Tile& t) const {
-  return !keeps_bfloat16() && t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
+  if (keeps_bfloat16() && plan_.kernel == Kernel::cpu_decode) return false;
+  return t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
 }
 
 /// The tile's packed q once more, with panels of rows side by side.
 void Attention::make_panels(const Tile& t, const Workbench& bench) const {
   const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows;
+  const std::int64_t stride = padded(p_.head_dim) / (keeps_bfloat16() ? 2 : 1);
   for (std::int64_t first = 0; first < rows; first += panel) {
-    float* to = bench.q_panels + first * p_.head_dim;
+    float* to = bench.q_panels + first * query_units();
     for (std::int64_t r = 0; r < panel; ++r) {
-      const float* from = bench.q + (first + r) * padded(p_.head_dim);
-      for (std::int64_t d = 0; d < p_.head_dim; ++d)
+      const float* from = bench.q + (first + r) * stride;
+      for (std::int64_t d = 0; d < query_units(); ++d)
         to[d * panel + r] = first + r < rows ? from[d] : 0.0f;
     }
   }
@@ -496,7 +503,7 @@ void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock
     }
     args.next_k = next ? next->k : nullptr;
     args.num_next_keys = next && first == first_row ? next->size() : 0;
-    if (by_products(t)) args.q_panels = bench.q_panels + first * p_.head_dim;
+    if (by_products(t)) args.q_panels = bench.q_panels + first * query_units();
     args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
     const Row row = bench.partial_row(first);
     args.m = row.m;

@@ -95,10 +95,16 @@ inline void store_row(const float* from, std::int64_t count, DType dtype, void* 
     return;
   }
   auto* bytes = static_cast<char*>(to);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint16_t bits =
-        dtype == DType::bfloat16 ? float_to_bfloat16(from[i]) : float_to_float16(from[i]);
-    std::memcpy(bytes + 2 * i, &bits, 2);
+  const auto store = [&](auto convert) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint16_t bits = convert(from[i]);
+      std::memcpy(bytes + 2 * i, &bits, 2);
+    }
+  };
+  if (dtype == DType::bfloat16) {
+    store([](float x) { return float_to_bfloat16(x); });
+  } else {
+    store([](float x) { return float_to_float16(x); });
   }
 }
 

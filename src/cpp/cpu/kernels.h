@@ -31,7 +31,8 @@ struct BlockArgs {
   const void* q;     ///< packed q, zero from head_dim on; float32 unless CpuKernels says otherwise
   int64_t q_stride;  ///< elements
   const float* q_panels;  ///< q as [row / panel_rows][head_dim][panel_rows], zeros for rows that
-                          ///< are not there; null: rows go in groups of kGroupRows
+                          ///< are not there; of bfloat16 q two elements in the place of each float;
+                          ///< null: rows go in groups of kGroupRows
   float* widened;  ///< with q_panels: room for kBlockKeys rows of q_stride and as many of o_stride
   const void* const*
       k;  ///< address of each key's K; entries from num_keys on (kBlockKeys in all) repeat the last
@@ -60,7 +61,7 @@ using AttendBlock = void (*)(const BlockArgs&);
 struct CpuKernels {
   const char* name;
   AttendBlock attend_block[kNumElements];  ///< by Element, the type of K and V
-  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16, and has no panels
+  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16
   int panel_rows;                          ///< rows side by side in q_panels; divides kRowPadding
 };
 

@@ -6,8 +6,9 @@
 //
 // With the rows in the lanes no sum over lanes is needed, and the softmax of a panel is a walk down
 // its columns. Only q is transposed, once for all blocks. K and V are read where they lie if they
-// are float32; other types are widened first, each element once for all rows. Included by
-// skeleton.inl.
+// are float32; other types are widened first, each element once for all rows. Where bfloat16 is
+// multiplied in pairs (Product<T>), K is read where it lies, two keys of V are interleaved, and
+// weights are rounded to bfloat16. Included by skeleton.inl.
 #include "kernels.h"
 
 namespace {
@@ -20,7 +21,18 @@ static_assert(kRowPadding % kPanel == 0);
 /// Keys are scored kProductRows at a time; what stands after the last one is not used.
 constexpr int kScoredKeys = kBlockKeys + kProductRows;
 
-/// Rows of float32 that the products read, one for each key of the block.
+/// Whether products are of pairs of elements.
+template <typename T>
+constexpr bool kPairs = Product<T>::kElements == 2;
+
+/// Units in a row of `size` elements.
+template <typename T>
+constexpr int units_of(int size) {
+  return kPairs<T> ? (size + 1) / 2 : size;
+}
+
+/// Rows of units that the products read: one of K for each key of the block, one of V for each key
+/// or pair of keys.
 struct KeyRows {
   const float* k[kScoredKeys];
   const float* v[kBlockKeys];
@@ -52,11 +64,55 @@ TILEDATTN_INLINE void widen_rows(const void* const* from, int num_keys, int size
   }
 }
 
+/// Units of two keys each of `padded` columns, zero from `size` on. With one key its partner is
+/// zero.
+template <typename T>
+TILEDATTN_INLINE void interleave_rows(const void* const* from, int num_keys, int size, int padded,
+                                      float* to, const float** rows) {
+  static constexpr T kZeros[kLanes] = {};
+  for (int j = 0; j < num_keys; j += 2, to += padded) {
+    const T* first = static_cast<const T*>(from[j]);
+    const T* second = j + 1 < num_keys ? static_cast<const T*>(from[j + 1]) : nullptr;
+    int d = 0;
+    for (; d + kLanes <= size; d += kLanes)
+      store(to + d, Product<T>::pair(first + d, second ? second + d : kZeros));
+    if (d < size) {
+      T ends[2][kLanes] = {};
+      __builtin_memcpy(ends[0], first + d, static_cast<unsigned>(size - d) * sizeof(T));
+      if (second)
+        __builtin_memcpy(ends[1], second + d, static_cast<unsigned>(size - d) * sizeof(T));
+      store(to + d, Product<T>::pair(ends[0], ends[1]));
+    }
+    for (d = (size + kLanes - 1) / kLanes * kLanes; d < padded; d += kLanes) store(to + d, Vec{});
+    rows[j / 2] = to;
+  }
+}
+
+/// Rows of K as they lie, or copies whose last pair is filled up with zero.
+template <typename T>
+TILEDATTN_INLINE void pair_rows(const void* const* from, int num_keys, int size, int padded,
+                                float* to, const float** rows) {
+  for (int j = 0; j < num_keys; ++j, to += padded) {
+    rows[j] = static_cast<const float*>(from[j]);
+    if (size % 2 == 0) continue;
+    const unsigned bytes = static_cast<unsigned>(size) * sizeof(T);
+    __builtin_memcpy(to, from[j], bytes);
+    __builtin_memset(reinterpret_cast<char*>(to) + bytes, 0, sizeof(T));
+    rows[j] = to;
+  }
+}
+
 template <typename T>
 TILEDATTN_INLINE void make_key_rows(const BlockArgs& a, KeyRows& rows) {
   const int k_size = static_cast<int>(a.q_stride), v_size = static_cast<int>(a.o_stride);
+  float* const v = a.widened + kBlockKeys * k_size;
+  if constexpr (kPairs<T>) {
+    pair_rows<T>(a.k, a.num_keys, a.head_dim, k_size, a.widened, rows.k);
+    interleave_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, v, rows.v);
+    return;
+  }
   widen_rows<T>(a.k, a.num_keys, a.head_dim, k_size, a.widened, rows.k);
-  widen_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, a.widened + kBlockKeys * k_size, rows.v);
+  widen_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, v, rows.v);
 }
 
 /// Columns beyond head_dim_v are computed too, so V is copied where it has no whole panels.
@@ -71,12 +127,21 @@ TILEDATTN_INLINE void make_key_rows<float>(const BlockArgs& a, KeyRows& rows) {
                       rows.v);
 }
 
-/// Elements of head_dim that are summed up one after another: their sums are then added, which
-/// keeps the error of a long row near that of a short one. Of products of one sign, 24 lose least
-/// up to 256 elements.
-constexpr int kSummedInTurn = 24;
+/// The unit at `p`, which need not be aligned.
+TILEDATTN_INLINE Vec broadcast_unit(const float* p) {
+  float unit;
+  __builtin_memcpy(&unit, p, sizeof unit);
+  return broadcast(unit);
+}
 
-/// What elements begin .. end - 1 of a few keys add to the scores before scale of a panel of rows.
+/// Units of head_dim that are summed up one after another: their sums are then added, which keeps
+/// the error of a long row near that of a short one. Of products of one sign, 24 lose least up to
+/// 256 elements. Beside the rounding of bfloat16 it does not count.
+template <typename T>
+constexpr int kSummedInTurn = kPairs<T> ? 128 : 24;
+
+/// What units begin .. end - 1 of a few keys add to the scores before scale of a panel of rows.
+template <typename T>
 TILEDATTN_INLINE void add_scores(const float* const* k, const float* q, int begin, int end,
                                  float (*scores)[kPanel]) {
   Vec sums[kProductRows][kProductVectors] = {};
@@ -86,8 +151,9 @@ TILEDATTN_INLINE void add_scores(const float* const* k, const float* q, int begi
     Vec x[kProductVectors];
     for (int i = 0; i < kProductVectors; ++i) x[i] = load(q + i * kLanes);
     for (int key = 0; key < kProductRows; ++key) {
-      const Vec y = broadcast(k[key][d]);
-      for (int i = 0; i < kProductVectors; ++i) sums[key][i] = fma(x[i], y, sums[key][i]);
+      const Vec y = broadcast_unit(k[key] + d);
+      for (int i = 0; i < kProductVectors; ++i)
+        sums[key][i] = Product<T>::multiply_add(x[i], y, sums[key][i]);
     }
   }
   for (int key = 0; key < kProductRows; ++key) {
@@ -98,11 +164,12 @@ TILEDATTN_INLINE void add_scores(const float* const* k, const float* q, int begi
   }
 }
 
-TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int head_dim,
+template <typename T>
+TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int units,
                                  float (*scores)[kPanel]) {
-  for (int d = 0; d < head_dim; d += kSummedInTurn) {
-    const int end = d + kSummedInTurn < head_dim ? d + kSummedInTurn : head_dim;
-    add_scores(k, q, d, end, scores);
+  for (int d = 0; d < units; d += kSummedInTurn<T>) {
+    const int end = d + kSummedInTurn<T> < units ? d + kSummedInTurn<T> : units;
+    add_scores<T>(k, q, d, end, scores);
   }
 }
 
@@ -164,11 +231,66 @@ TILEDATTN_INLINE void weigh_panel(const BlockArgs& a, const Panel& panel, PanelS
   }
 }
 
+/// Rows of the V that a panel sees, and the weights that go with them.
+struct Values {
+  int begin;  ///< of the first row in `scores`
+  int count;
+  const float* v[kBlockKeys];
+};
+
+/// The weights of the keys of a panel as units of two keys: unit row j / 2 takes the place of a row
+/// that has been read.
+template <typename T>
+TILEDATTN_INLINE void pair_weights(const Panel& panel, PanelScores& scores) {
+  for (int lane = 0; lane < kPanel; lane += kLanes) {
+    for (int j = panel.key_begin / 2 * 2; j < panel.key_end; j += 2) {
+      const Vec first = j < panel.key_begin ? Vec{} : load(scores[j] + lane);
+      const Vec second = j + 1 < panel.key_end ? load(scores[j + 1] + lane) : Vec{};
+      store(scores[j / 2] + lane, Product<T>::pair(first, second));
+    }
+  }
+}
+
+/// A copy of a unit row with one key of the two gone: a weight of zero does not silence NaN.
+TILEDATTN_INLINE const float* without_key(const float* row, int size, bool second, float* to) {
+  for (int d = 0; d < size; ++d) {
+    uint16_t pair[2];
+    __builtin_memcpy(pair, row + d, sizeof pair);
+    pair[second] = 0;
+    __builtin_memcpy(to + d, pair, sizeof pair);
+  }
+  return to;
+}
+
+template <typename T>
+TILEDATTN_INLINE void values_of_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows,
+                                      Values& values) {
+  if constexpr (!kPairs<T>) {
+    values.begin = panel.key_begin;
+    values.count = panel.key_end - panel.key_begin;
+    for (int i = 0; i < values.count; ++i) values.v[i] = rows.v[values.begin + i];
+  } else {
+    values.begin = panel.key_begin / 2;
+    values.count = (panel.key_end + 1) / 2 - values.begin;
+    for (int i = 0; i < values.count; ++i) values.v[i] = rows.v[values.begin + i];
+    // Half of the room for rows of V is free.
+    const int size = static_cast<int>(a.o_stride);
+    float* spare = a.widened + kBlockKeys * a.q_stride + kBlockKeys / 2 * a.o_stride;
+    if (panel.key_begin % 2 != 0) {
+      values.v[0] = without_key(values.v[0], size, false, spare);
+      spare += size;
+    }
+    const float*& last = values.v[values.count - 1];
+    if (panel.key_end % 2 != 0 && panel.key_end < a.num_keys)
+      last = without_key(last, size, true, spare);
+  }
+}
+
 /// What a few rows take from V: weights and factor of the first row, o at its first column.
 struct ValueArgs {
-  const float* weights;  ///< kPanel floats from key to key
+  const float* weights;  ///< kPanel floats from row of V to row of V
   const float* const* v;
-  int num_keys;
+  int count;  ///< of rows of V
   int column;
   const float* factor;
   float* o;
@@ -176,18 +298,19 @@ struct ValueArgs {
 };
 
 /// One panel of columns of o.
-template <int Rows>
+template <typename T, int Rows>
 void add_value_panel(const ValueArgs& a) {
   Vec sums[Rows][kProductVectors] = {};
   const float* weights = a.weights;
 #pragma GCC unroll 1
-  for (int j = 0; j < a.num_keys; ++j, weights += kPanel) {
+  for (int j = 0; j < a.count; ++j, weights += kPanel) {
     const float* row = a.v[j] + a.column;
     Vec x[kProductVectors];
     for (int i = 0; i < kProductVectors; ++i) x[i] = load(row + i * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const Vec weight = broadcast(weights[r]);
-      for (int i = 0; i < kProductVectors; ++i) sums[r][i] = fma(x[i], weight, sums[r][i]);
+      for (int i = 0; i < kProductVectors; ++i)
+        sums[r][i] = Product<T>::multiply_add(x[i], weight, sums[r][i]);
     }
   }
   float* o = a.o + a.column;
@@ -197,10 +320,10 @@ void add_value_panel(const ValueArgs& a) {
 }
 
 /// The same for 1 to Most rows.
-template <int Most>
+template <typename T, int Most>
 void add_value_rows(int rows, const ValueArgs& a) {
-  if (rows == Most) return add_value_panel<Most>(a);
-  if constexpr (Most > 1) add_value_rows<Most - 1>(rows, a);
+  if (rows == Most) return add_value_panel<T, Most>(a);
+  if constexpr (Most > 1) add_value_rows<T, Most - 1>(rows, a);
 }
 
 Panel panel_at(const BlockArgs& a, int first) {
@@ -223,27 +346,32 @@ struct Fetch {
   int bytes;  ///< of a row
 };
 
+template <typename T>
 void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
   alignas(64) PanelScores scores;
   alignas(64) float factor[kPanel];
-  const float* q = a.q_panels + static_cast<int64_t>(panel.first) * a.head_dim;
+  const int units = units_of<T>(a.head_dim);
+  const float* q = a.q_panels + static_cast<int64_t>(panel.first) * units;
   for (int j = panel.key_begin; j < panel.key_end; j += kProductRows) {
     for (int i = j; i < j + kProductRows && i < fetch.count; ++i)
       prefetch_row(fetch.rows[i], fetch.bytes);
-    score_keys(rows.k + j, q, a.head_dim, scores + j);
+    score_keys<T>(rows.k + j, q, units, scores + j);
   }
   weigh_panel(a, panel, scores, factor);
-  ValueArgs values{};
-  values.v = rows.v + panel.key_begin;
-  values.num_keys = panel.key_end - panel.key_begin;
-  values.o_stride = a.o_stride;
-  for (values.column = 0; values.column < a.head_dim_v; values.column += kPanel) {
+  if constexpr (kPairs<T>) pair_weights<T>(panel, scores);
+  Values values;
+  values_of_panel<T>(a, panel, rows, values);
+  ValueArgs args{};
+  args.v = values.v;
+  args.count = values.count;
+  args.o_stride = a.o_stride;
+  for (args.column = 0; args.column < a.head_dim_v; args.column += kPanel) {
     for (int r = 0; r < panel.count; r += kProductRows) {
-      values.weights = scores[panel.key_begin] + r;
-      values.factor = factor + r;
-      values.o = a.o + (panel.first + r) * a.o_stride;
+      args.weights = scores[values.begin] + r;
+      args.factor = factor + r;
+      args.o = a.o + (panel.first + r) * a.o_stride;
       const int left = panel.count - r;
-      add_value_rows<kProductRows>(left < kProductRows ? left : kProductRows, values);
+      add_value_rows<T, kProductRows>(left < kProductRows ? left : kProductRows, args);
     }
   }
 }
@@ -261,7 +389,7 @@ void attend_products(const BlockArgs& a) {
   const Fetch* fetch = fetches[0].count > 0 ? fetches : fetches + 1;
   for (int first = 0; first < a.num_rows; first += kPanel) {
     const Panel panel = panel_at(a, first);
-    if (panel.key_begin < panel.key_end) attend_panel(a, panel, rows, *fetch);
+    if (panel.key_begin < panel.key_end) attend_panel<T>(a, panel, rows, *fetch);
     if (fetch->rows != nullptr) ++fetch;
   }
 }

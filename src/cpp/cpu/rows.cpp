@@ -66,7 +66,11 @@ void write_result(const OutputView& out, const float* sinks, std::int64_t seq, s
   }
   float result[kMaxHeadDim];
   void* to = advance(out.data, out.row_offset(seq, token, head), out.dtype);
-  for (std::int64_t d = 0; d < head_dim_v; ++d) result[d] = l == 0.0f ? 0.0f : row.o[d] * keep / l;
+  if (l == 0.0f) {
+    std::fill_n(result, head_dim_v, 0.0f);
+  } else {
+    for (std::int64_t d = 0; d < head_dim_v; ++d) result[d] = row.o[d] * keep / l;
+  }
   store_row(result, head_dim_v, out.dtype, to);
   if (out.lse != nullptr) {
     out.lse[out.lse_offset(seq, token, head)] = l == 0.0f ? -kInfinity : m + std::log(l);

@@ -16,7 +16,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kAccumulators = 16;
 constexpr int kValueVectors = 4;
-constexpr int kProductRows = 12;
+constexpr int kProductRows = 8;
 constexpr int kProductVectors = 2;
 
 }  // namespace

@@ -24,4 +24,27 @@ struct Dot<BFloat16> {
   static Vec accumulate(Operand q, Operand k, Vec sums) { return _mm512_dpbf16_ps(sums, q, k); }
 };
 
+/// A unit is two elements, the first one in its lower half.
+template <>
+struct Product<BFloat16> {
+  static constexpr int kElements = 2;
+  static Vec multiply_add(Vec x, Vec y, Vec sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+  }
+  /// Units of two numbers each, rounded to the nearest.
+  static Vec pair(Vec first, Vec second) {
+    return join((__m256i)_mm512_cvtneps_pbh(first), (__m256i)_mm512_cvtneps_pbh(second));
+  }
+  static Vec pair(const BFloat16* first, const BFloat16* second) {
+    return join(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)),
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)));
+  }
+
+ private:
+  static Vec join(__m256i first, __m256i second) {
+    const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16);
+    return (Vec)_mm512_or_si512(_mm512_cvtepu16_epi32(first), upper);
+  }
+};
+
 }  // namespace

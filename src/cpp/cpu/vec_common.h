@@ -7,7 +7,8 @@
 //   load_two(p, v)          2 * kLanes of them, where that costs less than two loads
 //   sum_each(v)             lane i = sum of the lanes of v[i], for kLanes vectors
 //   sum(v), largest(v)      over the lanes of one vector
-//   Dot<T>                  how q times K is accumulated
+//   Dot<T>                  how q times K is accumulated, row by row
+//   Product<T>              how the matrix products of many rows are accumulated
 //   kAccumulators           vectors of running sums that the registers hold beside their operands
 //   kValueVectors           vectors of one o row that are accumulated at once for kGroupRows rows
 //   kProductRows, kProductVectors   the part of a matrix product that is accumulated at once

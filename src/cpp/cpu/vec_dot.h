@@ -44,6 +44,14 @@ struct PairedDot {
   }
 };
 
+/// Operands of products.inl have units of the size of a float, each with kElements of the dimension
+/// that is summed up.
+template <typename T>
+struct Product {
+  static constexpr int kElements = 1;
+  static Vec multiply_add(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
+};
+
 template <typename T>
 struct Dot : WidenedDot<T> {};
 template <>
