@@ -2,8 +2,10 @@
 // TiledAttention: owns the running state, checks calls and hands problems to a backend.
 #include "tiledattn/attention.h"
 
+#include <cstddef>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "backend.h"
 #include "check_tensor.h"
@@ -102,6 +104,45 @@ struct TiledAttention::Impl {
     fresh = false;
   }
 
+  /// The tiles as problems, but for the state; `shape` is what the step has fixed after them.
+  std::vector<AttentionStep> check_tiles(const TileArgs* tiles, std::size_t count,
+                                         StepShape& shape) const {
+    std::vector<AttentionStep> steps(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      AttentionProblem& problem = steps[i].problem;
+      problem = check_step_tile(dims, options, device, shape, tiles[i]);
+      if (!shape.fixed) shape.has_tokens = tiles[i].q.rank == 4;
+      shape.fixed = true;
+      shape.q_len = problem.q_len;
+      shape.dtype = problem.q.dtype;
+    }
+    return steps;
+  }
+
+  void fold(const TileArgs* tiles, std::size_t count, const Stream& stream) {
+    if (count == 0) return;
+    StepShape shape = step;
+    std::vector<AttentionStep> steps = check_tiles(tiles, count, shape);
+    enter(stream, true);
+    // The first tile's kernel starts from an empty state by itself, unless it writes only some of
+    // the rows.
+    const AttentionProblem& any = steps[0].problem;  // all have the same q
+    if (any.q_len != dims.max_q_len || any.total_q == 0) settle(stream);
+    if (any.total_q > 0) {
+      for (AttentionStep& each : steps) {
+        each.problem.state = state_view(buffers);
+        each.problem.state.fresh = fresh && &each == steps.data();
+        each.problem.faults = faults ? faults->device_record() : nullptr;
+        each.plan = make_plan(each.problem, device, workspace.bytes(),
+                              backend.compute_capability(device.index));
+      }
+      backend.attend_in_turn(steps, workspace.buffer().data(), device.index, stream);
+      fresh = false;
+    }
+    step_stream = stream;
+    step = shape;
+  }
+
   void settle_view() {
     if (!fresh) return;
     enter(last, false);
@@ -159,30 +200,18 @@ void TiledAttention::step_tile(const TileArgs& tile, Stream stream, bool check) 
   Impl& self = *impl_;
   const std::lock_guard<std::mutex> lock(self.mutex);
   raise_fault(self.faults.get());
-  AttentionProblem problem = check_step_tile(self.dims, self.options, self.device, self.step, tile);
   if (check) self.refuse_waiting_in_capture("True in a graph capture", stream);
-  self.enter(stream, true);
-  // The first tile's kernel starts from an empty state by itself, unless it writes only some of the
-  // rows.
-  if (problem.q_len != self.dims.max_q_len || problem.total_q == 0) self.settle(stream);
-  if (problem.total_q > 0) {
-    problem.state = state_view(self.buffers);
-    problem.state.fresh = self.fresh;
-    problem.faults = self.faults ? self.faults->device_record() : nullptr;
-    const Plan plan = make_plan(problem, self.device, self.workspace.bytes(),
-                                self.backend.compute_capability(self.device.index));
-    self.backend.attend(problem, plan, self.workspace.buffer().data(), self.device.index, stream);
-    self.fresh = false;
-  }
-  self.step_stream = stream;
-  if (!self.step.fixed) self.step.has_tokens = tile.q.rank == 4;
-  self.step.fixed = true;
-  self.step.q_len = problem.q_len;
-  self.step.dtype = problem.q.dtype;
+  self.fold(&tile, 1, stream);
   if (check) {
     self.backend.synchronize(self.device.index, stream);
     raise_fault(self.faults.get());
   }
+}
+
+void TiledAttention::step_tiles(const std::vector<TileArgs>& tiles, Stream stream) {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  raise_fault(impl_->faults.get());
+  impl_->fold(tiles.data(), tiles.size(), stream);
 }
 
 void TiledAttention::finalize(const Tensor& out, const std::optional<Tensor>& lse,

@@ -81,6 +81,11 @@ class Backend {
   // Launches.
   virtual void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int index,
                       const Stream& stream) const = 0;
+  /// One after the other, as far as results go: tiles of one step, with the same q and state.
+  virtual void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch, int index,
+                              const Stream& stream) const {
+    for (const AttentionStep& step : steps) attend(step.problem, step.plan, scratch, index, stream);
+  }
   virtual void finalize(const FinalizeProblem& problem, int index, const Stream& stream) const = 0;
   /// Make `rows` rows of a state empty: (-inf, 0, 0).
   virtual void reset_state(const StateView& state, std::int64_t rows, std::int64_t head_dim_v,

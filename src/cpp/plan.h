@@ -51,6 +51,12 @@ struct Plan {
   std::int64_t counters_offset = 0;  ///< in the workspace's memory
 };
 
+/// A launch of several.
+struct AttentionStep {
+  AttentionProblem problem;
+  Plan plan;
+};
+
 /// Behind its own bytes a workspace has this many counters. They are zero between calls.
 constexpr std::int64_t kWorkspaceCounters = 1024;
 

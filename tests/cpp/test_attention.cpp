@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // TiledAttention: results against the reference, and what may not change a bit.
+#include <memory>
+#include <utility>
+
 #include "tiled_case.h"
 
 using namespace tiledattn;
@@ -60,6 +63,55 @@ DEVICE_TEST(the_last_tile_can_finalize) {
     s.attention.finalize(again);
     CHECK_RESULT(download(again), want.out, c.dtype);
   }
+}
+
+namespace {
+
+/// All tiles of a case in one call.
+void step_together(Setup& s) {
+  std::vector<std::unique_ptr<Tile>> tiles;
+  std::vector<TileArgs> args;
+  const std::int64_t q_len = s.q_array.tensor().rank == 4 ? s.q_array.tensor().shape[1] : 1;
+  std::int64_t first = 0;
+  for (const std::int64_t count : s.walk.cuts) {
+    tiles.push_back(
+        std::make_unique<Tile>(s.cache, first, count, q_len, s.attention.device(), s.walk));
+    args.push_back(tiles.back()->args(s.q_array, s.k_pool, s.v_pool, s.walk));
+    first += count;
+  }
+  s.attention.begin_step(s.cache.num_seqs());
+  s.attention.step_tiles(args);
+  backend_for(s.attention.device()).synchronize(s.attention.device().index, {});
+}
+
+}  // namespace
+
+DEVICE_TEST(tiles_together_give_the_bits_of_one_after_the_other) {
+  const int num_threads = get_num_threads();
+  for (const Case& c : cases()) {
+    context = std::string(c.name) + " on " + to_string(device);
+    Setup s(c, device);
+    s.step();
+    const std::vector<Host> want = state_of(s.attention);
+    for (const int threads : {1, 3, 8}) {
+      set_num_threads(threads);
+      step_together(s);
+      CHECK(same_bits(state_of(s.attention), want));
+    }
+    set_num_threads(num_threads);
+  }
+}
+
+TEST(of_tiles_together_none_is_folded_where_one_is_wrong) {
+  Setup s({.name = "wrong", .tile = 3, .lengths = {90, 41}}, kCpu);
+  s.step();
+  const std::vector<Host> before = state_of(s.attention);
+  const std::int64_t right = std::exchange(s.cache.tables[0].back(), 1 << 28);
+  CHECK_THROWS(IndexError, step_together(s), "block");
+  s.attention.finalize(s.out(DType::float32));  // an empty state can be read
+  s.cache.tables[0].back() = right;
+  step_together(s);
+  CHECK(same_bits(state_of(s.attention), before));
 }
 
 DEVICE_TEST(any_cut_gives_the_same_result) {

@@ -10,10 +10,12 @@
 #include "cpu/attend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "checks.h"
@@ -35,6 +37,10 @@ constexpr std::int64_t kTileRows = 64;
 constexpr std::int64_t kMinProductRows = 12;
 /// Below this many tiles for each thread, segments are spread over the threads.
 constexpr std::int64_t kTilesPerThread = 4;
+/// Segments in a row, where they are spread, and the parts that each thread should find
+/// nevertheless.
+constexpr std::int64_t kMostInARow = 8;
+constexpr std::int64_t kPartsPerThread = 32;
 /// Keys of a segment of prefill. Summed block by block for longer, equal values lose more to
 /// rounding than the bound for float32 allows.
 constexpr std::int64_t kPrefillSegmentKeys = 4096;
@@ -138,6 +144,10 @@ class Attention {
 
   void check() const;
   void run() const;
+  /// All of them, in turn: each of them one piece.
+  static void run_in_turn(const std::vector<Attention>& steps);
+  /// Can it be one of several, of which `other` is one?
+  bool goes_with(const Attention& other) const;
 
  private:
   std::int64_t tokens_per_tile() const {
@@ -163,17 +173,22 @@ class Attention {
   KeyRange sequence_keys(const Sequence& s) const;
   std::int64_t segments_of(const Sequence& s) const;
   KeyRange segment_of(const Sequence& s, std::int64_t index) const;
+  KeyRange first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const;
 
   void run_sequences(std::int64_t first, std::int64_t last) const;
   std::vector<Tile> make_tiles(std::int64_t first, std::int64_t last) const;
   bool worth_splitting(const std::vector<Tile>& tiles) const;
   void walk(const Tile& t) const;
-  void split(const std::vector<Tile>& tiles, std::int64_t first) const;
+  static void split(const Attention* steps, const std::vector<std::vector<Tile>>& tiles,
+                    std::int64_t first);
+  void merge(const Tile& t, std::int64_t first, const Workbench& bench) const;
 
   bool by_products(const Tile& t) const;
+  Workbench& reserve_bench(const Tile& t) const;
   Workbench& prepare(const Tile& t) const;
   void make_panels(const Tile& t, const Workbench& bench) const;
-  void fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const;
+  void fold_segment(const Tile& t, std::int64_t segment, const KeyRange& then,
+                    const Workbench& bench) const;
   void fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
                   const KeyBlock* next, const Workbench& bench) const;
   void locate(const Tile& t, KeyRange keys, KeyBlock& block) const;
@@ -225,6 +240,13 @@ KeyRange Attention::segment_of(const Sequence& s, std::int64_t index) const {
   return {begin, std::min(begin + kPrefillSegmentKeys, keys.end)};
 }
 
+/// What is fetched before segment `segment` begins; nothing where that is `end`.
+KeyRange Attention::first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const {
+  if (segment == end) return {};
+  const KeyRange keys = segment_of(t.sequence, segment);
+  return {keys.begin, std::min(keys.begin + kBlockKeys, keys.end)};
+}
+
 void Attention::run() const {
   if (p_.num_kv_heads == 0) return;
   // Sequence num_seqs of a packed q: the rows after the last sequence.
@@ -237,7 +259,7 @@ void Attention::run() const {
 
 void Attention::run_sequences(std::int64_t first, std::int64_t last) const {
   const std::vector<Tile> tiles = make_tiles(first, last);
-  if (worth_splitting(tiles)) return split(tiles, first);
+  if (worth_splitting(tiles)) return split(this, {tiles}, first);
   parallel_for(static_cast<std::int64_t>(tiles.size()),
                [&](std::int64_t i) { walk(tiles[static_cast<std::size_t>(i)]); });
 }
@@ -288,45 +310,104 @@ void Attention::walk(const Tile& t) const {
   for (std::int64_t r = 0; r < rows; ++r) clear_row(bench.total_row(r), p_.head_dim_v);
   const std::int64_t segments = segments_of(t.sequence);
   for (std::int64_t segment = 0; segment < segments; ++segment) {
-    fold_segment(t, segment, bench);
+    fold_segment(t, segment, first_keys(t, segment + 1, segments), bench);
     for (std::int64_t r = 0; r < rows; ++r)
       merge_row(bench.total_row(r), bench.partial_row(r), p_.head_dim_v);
   }
   finish(t, bench);
 }
 
-void Attention::split(const std::vector<Tile>& tiles, std::int64_t first) const {
-  struct Part {
-    const Tile* tile;
-    std::int64_t segment;
-  };
-  std::vector<Part> parts;
-  std::int64_t count = 0;
-  for (const Tile& t : tiles) count += segments_of(t.sequence);
-  reserve(parts, count);
-  for (const Tile& t : tiles) {
-    for (std::int64_t i = 0; i < segments_of(t.sequence); ++i) parts.push_back({&t, i});
-  }
-  parallel_for(static_cast<std::int64_t>(parts.size()), [&](std::int64_t i) {
-    const auto [tile, segment] = parts[static_cast<std::size_t>(i)];
-    const Workbench& bench = prepare(*tile);
-    fold_segment(*tile, segment, bench);
-    for (std::int64_t r = 0; r < num_rows(*tile); ++r) {
-      copy_row(bench.partial_row(r), scratch_row(*tile, r, segment, first), p_.head_dim_v);
-    }
+bool Attention::goes_with(const Attention& other) const {
+  return plan_.kernel == Kernel::cpu_decode && p_.num_kv_heads > 0 && p_.out.data == nullptr &&
+         !p_.packed_q() && kv_heads_per_tile() == other.kv_heads_per_tile();
+}
+
+void Attention::run_in_turn(const std::vector<Attention>& steps) {
+  std::vector<std::vector<Tile>> tiles;
+  for (const Attention& step : steps) tiles.push_back(step.make_tiles(0, step.p_.num_seqs));
+  if (steps[0].worth_splitting(tiles[0])) return split(steps.data(), tiles, 0);
+  parallel_for(static_cast<std::int64_t>(tiles[0].size()), [&](std::int64_t i) {
+    for (std::size_t step = 0; step < steps.size(); ++step)
+      steps[step].walk(tiles[step][static_cast<std::size_t>(i)]);
   });
-  parallel_for(static_cast<std::int64_t>(tiles.size()), [&](std::int64_t i) {
-    const Tile& t = tiles[static_cast<std::size_t>(i)];
-    Workbench& bench = Workbench::of_this_thread();
-    bench.reserve(num_rows(t), p_.head_dim, p_.head_dim_v);
-    for (std::int64_t r = 0; r < num_rows(t); ++r) {
-      clear_row(bench.total_row(r), p_.head_dim_v);
-      for (std::int64_t segment = 0; segment < segments_of(t.sequence); ++segment) {
-        merge_row(bench.total_row(r), scratch_row(t, r, segment, first), p_.head_dim_v);
+}
+
+/// The segments of all tiles of all steps as tasks of one job. Whoever folds the last segment of a
+/// tile merges them all, in their order, and so do steps that the tile's later ones waited for.
+void Attention::split(const Attention* steps, const std::vector<std::vector<Tile>>& tiles,
+                      std::int64_t first) {
+  struct Part {
+    std::size_t step, tile;
+    std::int64_t begin, end;  // segments
+  };
+  struct Chain {
+    std::mutex mutex;
+    std::size_t merged = 0;                       // steps
+    std::vector<std::atomic<std::int64_t>> left;  // segments of each step
+  };
+  const std::size_t num_steps = tiles.size(), num_tiles = tiles[0].size();
+  std::vector<Chain> chains;
+  std::vector<Part> parts;
+  allocate(num_tiles * (sizeof(Chain) + num_steps * 8), [&] {
+    chains = std::vector<Chain>(num_tiles);
+    for (Chain& chain : chains) chain.left = std::vector<std::atomic<std::int64_t>>(num_steps);
+  });
+  std::int64_t count = 0;
+  for (std::size_t step = 0; step < num_steps; ++step) {
+    for (std::size_t tile = 0; tile < num_tiles; ++tile) {
+      const std::int64_t segments = steps[step].segments_of(tiles[step][tile].sequence);
+      chains[tile].left[step] = segments;
+      count += segments;
+    }
+  }
+  // Where there are many segments a thread takes some in a row, and less often waits for the first
+  // keys of one.
+  const std::int64_t in_a_row =
+      std::clamp<std::int64_t>(count / (kPartsPerThread * get_num_threads()), 1, kMostInARow);
+  reserve(parts, count);
+  for (std::size_t step = 0; step < num_steps; ++step) {
+    for (std::size_t tile = 0; tile < num_tiles; ++tile) {
+      const std::int64_t segments = chains[tile].left[step];
+      for (std::int64_t i = 0; i < segments; i += in_a_row)
+        parts.push_back({step, tile, i, std::min(i + in_a_row, segments)});
+    }
+  }
+  const auto merge_what_is_done = [&](std::size_t tile) {
+    Chain& chain = chains[tile];
+    const std::lock_guard<std::mutex> lock(chain.mutex);
+    for (; chain.merged < num_steps && chain.left[chain.merged] == 0; ++chain.merged) {
+      const Attention& step = steps[chain.merged];
+      const Tile& t = tiles[chain.merged][tile];
+      step.merge(t, first, step.reserve_bench(t));
+    }
+  };
+  parallel_for(static_cast<std::int64_t>(parts.size()), [&](std::int64_t i) {
+    const Part& part = parts[static_cast<std::size_t>(i)];
+    const Attention& step = steps[part.step];
+    const Tile& t = tiles[part.step][part.tile];
+    const Workbench& bench = step.prepare(t);
+    for (std::int64_t segment = part.begin; segment < part.end; ++segment) {
+      step.fold_segment(t, segment, step.first_keys(t, segment + 1, part.end), bench);
+      for (std::int64_t r = 0; r < step.num_rows(t); ++r) {
+        copy_row(bench.partial_row(r), step.scratch_row(t, r, segment, first), step.p_.head_dim_v);
       }
     }
-    finish(t, bench);
+    const std::int64_t done = part.end - part.begin;
+    if ((chains[part.tile].left[part.step] -= done) == 0) merge_what_is_done(part.tile);
   });
+  // Tiles without keys had nobody.
+  for (std::size_t tile = 0; tile < num_tiles; ++tile) merge_what_is_done(tile);
+}
+
+/// The partial results of all segments in scratch into the tile's result.
+void Attention::merge(const Tile& t, std::int64_t first, const Workbench& bench) const {
+  for (std::int64_t r = 0; r < num_rows(t); ++r) {
+    clear_row(bench.total_row(r), p_.head_dim_v);
+    for (std::int64_t segment = 0; segment < segments_of(t.sequence); ++segment) {
+      merge_row(bench.total_row(r), scratch_row(t, r, segment, first), p_.head_dim_v);
+    }
+  }
+  finish(t, bench);
 }
 
 /// Row `row` of a tile in the partial results: m, l, o adjacent; all rows of a sequence and segment
@@ -361,11 +442,17 @@ void Attention::make_panels(const Tile& t, const Workbench& bench) const {
   }
 }
 
+/// This thread's memory, with room for the tile.
+Workbench& Attention::reserve_bench(const Tile& t) const {
+  Workbench& bench = Workbench::of_this_thread();
+  bench.reserve(num_rows(t), p_.head_dim, p_.head_dim_v);
+  return bench;
+}
+
 /// Packs the tile's q into this thread's memory.
 Workbench& Attention::prepare(const Tile& t) const {
-  Workbench& bench = Workbench::of_this_thread();
+  Workbench& bench = reserve_bench(t);
   const std::int64_t rows = num_rows(t);
-  bench.reserve(rows, p_.head_dim, p_.head_dim_v);
   const bool keep_type = keeps_bfloat16();
   const std::int64_t item = keep_type ? 2 : 4;
   const std::int64_t stride = padded(p_.head_dim);
@@ -388,8 +475,9 @@ Workbench& Attention::prepare(const Tile& t) const {
 }
 
 /// The partial result of one segment of the sequence's keys, of which the tile's tokens may see
-/// only some.
-void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbench& bench) const {
+/// only some. `then`: keys to be fetched at its end.
+void Attention::fold_segment(const Tile& t, std::int64_t segment, const KeyRange& then,
+                             const Workbench& bench) const {
   for (std::int64_t r = 0; r < num_rows(t); ++r) clear_row(bench.partial_row(r), bench.o_stride);
   const KeyRange of_tile = visible_keys(p_, t.sequence, t.first, t.last);
   KeyRange keys = segment_of(t.sequence, segment);
@@ -408,6 +496,8 @@ void Attention::fold_segment(const Tile& t, std::int64_t segment, const Workbenc
         next_head(blocks[turn], *next);
       } else if (!following.empty()) {
         locate(t, following, *next);
+      } else if (!then.empty()) {
+        locate(t, then, *next);
       } else {
         next = nullptr;
       }
@@ -542,6 +632,42 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch) {
   const Attention attention(problem, plan, scratch);
   attention.check();
   attention.run();
+}
+
+void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch) {
+  if (steps.size() == 1) return attend(steps[0].problem, steps[0].plan, scratch);
+  // Partial results of all steps at once. The plans have room for those of one.
+  std::vector<Plan> plans;
+  std::int64_t bytes = 0;
+  for (const AttentionStep& step : steps) {
+    Plan& plan = plans.emplace_back(step.plan);
+    const AttentionProblem& p = step.problem;
+    plan.sequence_bytes =
+        p.q_len * p.num_q_heads * plan.max_segments * partial_row_bytes(p.head_dim_v);
+    bytes += p.num_seqs * plan.sequence_bytes;
+  }
+  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
+  bool together = bytes <= kMostBytes;
+  std::vector<Attention> all;
+  if (together) {
+    thread_local std::vector<char> memory;
+    allocate(static_cast<std::size_t>(bytes), [&] {
+      if (memory.size() < static_cast<std::size_t>(bytes))
+        memory.resize(static_cast<std::size_t>(bytes));
+    });
+    char* at = memory.data();
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      all.emplace_back(steps[i].problem, plans[i], at);
+      at += steps[i].problem.num_seqs * plans[i].sequence_bytes;
+      together = together && all.back().goes_with(all.front());
+    }
+  }
+  if (!together) {
+    for (const AttentionStep& step : steps) attend(step.problem, step.plan, scratch);
+    return;
+  }
+  for (const Attention& step : all) step.check();
+  Attention::run_in_turn(all);
 }
 
 }  // namespace tiledattn::cpu

@@ -153,6 +153,11 @@ class CpuBackend final : public Backend {
     cpu::attend(problem, plan, scratch);
   }
 
+  void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch, int,
+                      const Stream&) const override {
+    cpu::attend_in_turn(steps, scratch);
+  }
+
   void finalize(const FinalizeProblem& p, int, const Stream&) const override {
     const std::int64_t seq_rows = p.q_len * p.num_q_heads;
     for_each_row(p.num_seqs * seq_rows, [&](std::int64_t row) {

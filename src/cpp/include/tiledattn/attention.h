@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "tiledattn/error.h"
 #include "tiledattn/options.h"
@@ -124,6 +125,9 @@ class TILEDATTN_API TiledAttention {
   void begin_step(std::int64_t num_seqs, std::optional<Stream> stream = {});
   /// Fold one tile of KV blocks into the state. `check` waits and throws what the device found.
   void step_tile(const TileArgs& tile, Stream stream = {}, bool check = false);
+  /// Fold tiles in this order: the bits of as many calls of step_tile. All of them are checked
+  /// before the first is folded, and the threads of a CPU meet only at the end of the last one.
+  void step_tiles(const std::vector<TileArgs>& tiles, Stream stream = {});
   /// Write o / l to `out` and m + ln l to `lse` ([B, Hq, Dv] or [B, q_len, Hq, Dv]). The state is
   /// unchanged. Without a stream it goes to step_stream().
   void finalize(const Tensor& out, const std::optional<Tensor>& lse = {},
