@@ -53,6 +53,8 @@ set(tiledattn_cuda_sources
     src/cuda/common/score_form.cpp
     src/cuda/common/shared_limit.cpp
     src/cuda/common/tensor_map.cpp
+    src/cuda/copy/copy_methods.cpp
+    src/cuda/copy/copy_pieces.cu
     src/cuda/cuda_copy_queue.cpp
     src/cuda/decode/decode_combine.cu
     src/cuda/decode/decode_sm90.cpp

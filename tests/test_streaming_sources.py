@@ -10,7 +10,9 @@ import weakref
 from dataclasses import dataclass
 
 import calls
+import cases
 import compare
+import numpy as np
 import pytest
 import tiledattn as ta
 from streamed import (
@@ -20,6 +22,7 @@ from streamed import (
     ReadSource,
     attend,
     fail_at,
+    make_source,
     make_streaming,
     sequences_of,
     small,
@@ -191,3 +194,33 @@ def test_sources_and_streamers_go_away(cpu):
     del source, streaming, sequences
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("head_dim", [64, 66, 33])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_many_small_pieces(device, dtype, block_size, head_dim):
+    # 128 B to 4 KiB each, in planes of K and V, at addresses that are multiples of 16, 4 or 2 bytes.
+    case = cases.Paged("", seq_lens=(1500, 0, 333), block_size=block_size, num_kv_heads=1, head_dim=head_dim)
+    data = case.make(dtype)
+    source = make_source("host", device, data)
+    streaming = make_streaming(device, data, tile=1200 // block_size)
+    got = attend(device, streaming, data, sequences_of(data, source))
+    compare.result_close(got, calls.want_paged(data), dtype)
+    in_place = make_source("device", device, data) if dtype in device.dtypes else source
+    compare.same_bits(got, attend(device, streaming, data, sequences_of(data, in_place)))
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_pieces_of_mixed_sizes(device, pin):
+    # Neighbouring blocks go together, so runs are of all lengths. Most of the array is pinned, or none.
+    data = cases.Paged("", seq_lens=(4000,), block_size=4, num_kv_heads=1).make("float32")
+    rng = np.random.default_rng(1)
+    starts = np.sort(rng.choice(np.arange(1, 1000), 80, replace=False))
+    runs = np.split(np.arange(1000), starts)
+    order = np.concatenate([runs[i] for i in rng.permutation(len(runs))])
+    finite = [np.nan_to_num(pool) for pool in (data.k_pool, data.v_pool)]
+    source = ta.PoolSource(*finite, pin=pin)
+    sequences = [ta.StreamSequence(4000, ta.KvPart(source, order))]
+    got = attend(device, make_streaming(device, data, tile=300), data, sequences)
+    moved = data._replace(k_pool=finite[0], v_pool=finite[1], block_table=order[None].astype(np.int32))
+    compare.result_close(got, calls.want_paged(moved), "float32")

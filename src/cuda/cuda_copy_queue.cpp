@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_copy_queue.h"
 
+#include <algorithm>
 #include <vector>
 
+#include "copy/copy_methods.h"
+#include "copy/copy_pieces.h"
 #include "cuda_check.h"
 #include "device_guard.h"
 #include "memory.h"
@@ -13,8 +16,9 @@ namespace {
 
 class CudaEvent final : public StreamEvent {
  public:
-  explicit CudaEvent(int device) : device_(device) {
-    check(cudaEventCreate(&event_), "cudaEventCreate");
+  CudaEvent(int device, bool timed) : device_(device) {
+    check(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming),
+          "cudaEventCreateWithFlags");
   }
   ~CudaEvent() override {
     try {
@@ -57,9 +61,9 @@ class CudaCopyQueue final : public CopyQueue {
   const Stream& stream() const override { return stream_; }
   bool immediate() const override { return false; }
 
-  std::unique_ptr<StreamEvent> make_event() const override {
+  std::unique_ptr<StreamEvent> make_event(bool timed) const override {
     const DeviceGuard guard(device_);
-    return std::make_unique<CudaEvent>(device_);
+    return std::make_unique<CudaEvent>(device_, timed);
   }
 
   void record(StreamEvent& event, const Stream& stream) const override {
@@ -94,13 +98,31 @@ class CudaCopyQueue final : public CopyQueue {
 
   void copy(const std::vector<CopyPiece>& pieces) const override {
     const DeviceGuard guard(device_);
-    const bool batched = pieces.size() > 1 && copy_batch(pieces);
+    std::vector<CopyPiece> direct;
+    std::int64_t bytes = 0;
     for (const CopyPiece& piece : pieces) {
-      if (batched && piece.pinned) continue;
-      check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes),
-                            cudaMemcpyDefault, native(stream_)),
-            "cudaMemcpyAsync");
+      if (piece.from_memory == CopyFrom::pageable) {
+        copy_by(CopyMethod::each, &piece, 1, native(stream_));
+        continue;
+      }
+      direct.push_back(piece);
+      bytes += piece.bytes;
     }
+    CopyMethod method = method_for(direct.size(), bytes);
+    if (method == CopyMethod::kernel) {
+      const auto others = std::partition(direct.begin(), direct.end(), kernel_can_copy);
+      const std::vector<CopyPiece> by_kernel(direct.begin(), others);
+      direct.erase(direct.begin(), others);
+      copy_by(CopyMethod::kernel, by_kernel.data(), by_kernel.size(), native(stream_));
+      method = CopyMethod::batch;
+    }
+    if (!copy_by(method, direct.data(), direct.size(), native(stream_)))
+      copy_by(CopyMethod::each, direct.data(), direct.size(), native(stream_));
+  }
+
+  void write(void* to, const void* from, std::int64_t bytes, const Stream& stream) const override {
+    const DeviceGuard guard(device_);
+    launch_write_words(to, from, bytes, native(stream));
   }
 
   void poison(void* data, std::int64_t bytes) const override {
@@ -114,42 +136,18 @@ class CudaCopyQueue final : public CopyQueue {
   }
 
  private:
-  /// All pinned pieces in one call, which is several times as fast for small ones. False where the
-  /// driver does not know how.
-  bool copy_batch([[maybe_unused]] const std::vector<CopyPiece>& pieces) const {
-#if CUDART_VERSION >= 13000
-    if (!batches_) return false;
-    std::vector<void*> to;
-    std::vector<const void*> from;
-    std::vector<std::size_t> bytes;
-    for (const CopyPiece& piece : pieces) {
-      if (!piece.pinned) continue;
-      to.push_back(piece.to);
-      from.push_back(piece.from);
-      bytes.push_back(static_cast<std::size_t>(piece.bytes));
-    }
-    if (to.empty()) return true;
-    // In the order of the stream: what the stream has been made to wait for may write the sources.
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    std::size_t first = 0;
-    const cudaError_t status = cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(),
-                                                    &attributes, &first, 1, native(stream_));
-    if (status == cudaErrorNotSupported || status == cudaErrorCallRequiresNewerDriver) {
-      (void)cudaGetLastError();
-      batches_ = false;
-      return false;
-    }
-    check(status, "cudaMemcpyBatchAsync");
-    return true;
-#else
-    return false;
-#endif
+  CopyMethod method_for(std::size_t count, std::int64_t bytes) const {
+    if (count <= 1) return CopyMethod::each;
+    const std::int64_t mean = bytes / static_cast<std::int64_t>(count);
+    if (count < kManyPieces || mean >= kLongPieceBytes) return CopyMethod::batch;
+    return copy_rates(device_).best(mean);
   }
+
+  /// With fewer it does not matter how.
+  static constexpr std::size_t kManyPieces = 8;
 
   int device_;
   Stream stream_;
-  mutable bool batches_ = true;  // one thread at a time uses a queue
 };
 
 }  // namespace

@@ -506,7 +506,7 @@ TEST(copies_are_runs_that_stay_inside_the_memory_of_the_source) {
   const PlaneCopy plane{&source, memory.data(), scratch.data(), 600, 500};
   const std::int64_t blocks[] = {3, 0, 1, 2, 7};
   std::vector<CopyPiece> copies;
-  append_runs(plane, blocks, 5, copies);
+  for_each_run(plane, blocks, 5, [&](const CopyPiece& piece) { copies.push_back(piece); });
   const std::int64_t wanted[][3] = {// to, from, bytes
                                     {0, 1800, 200},
                                     {200, 2000, 300},
@@ -518,6 +518,6 @@ TEST(copies_are_runs_that_stay_inside_the_memory_of_the_source) {
     CHECK(static_cast<char*>(copies[i].to) - scratch.data() == wanted[i][0]);
     CHECK(static_cast<const char*>(copies[i].from) - memory.data() == wanted[i][1]);
     CHECK(copies[i].bytes == wanted[i][2]);
-    CHECK(copies[i].pinned == (wanted[i][1] >= 1000));
+    CHECK(copies[i].from_memory == (wanted[i][1] >= 1000 ? CopyFrom::pinned : CopyFrom::pageable));
   }
 }

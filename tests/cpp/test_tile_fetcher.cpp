@@ -101,7 +101,9 @@ class LateCopyQueue final : public CopyQueue {
 
   const Stream& stream() const override { return stream_; }
   bool immediate() const override { return false; }
-  std::unique_ptr<StreamEvent> make_event() const override { return std::make_unique<LateEvent>(); }
+  std::unique_ptr<StreamEvent> make_event(bool) const override {
+    return std::make_unique<LateEvent>();
+  }
   void record(StreamEvent& event, const Stream& stream) const override {
     late(stream).post(
         [&event = late(event), number = late(event).record()] { event.pass(number); });
@@ -118,6 +120,12 @@ class LateCopyQueue final : public CopyQueue {
 
   void copy(const std::vector<CopyPiece>& pieces) const override {
     copies_.post_slow([pieces] { make_host_copy_queue()->copy(pieces); });
+  }
+  void write(void* to, const void* from, std::int64_t bytes, const Stream& stream) const override {
+    const auto* const begin = static_cast<const char*>(from);
+    late(stream).post([to, kept = std::vector<char>(begin, begin + bytes)] {
+      std::memcpy(to, kept.data(), kept.size());
+    });
   }
   void poison(void* data, std::int64_t bytes) const override {
     copies_.post([data, bytes] { make_host_copy_queue()->poison(data, bytes); });

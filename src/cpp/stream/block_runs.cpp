@@ -28,14 +28,19 @@ Tensor part_tensor(const TileGeometry& g, const BlockPart& part, std::int64_t di
   return tensor;
 }
 
+CopyFrom memory_of(const PlaneCopy& plane, const SourceRun& run) {
+  if (!plane.on_host) return CopyFrom::device;
+  return run.pinned ? CopyFrom::pinned : CopyFrom::pageable;
+}
+
 /// The bytes from `from` on in copies that each stay inside one run of the source's memory.
-void append_run(const PlaneCopy& plane, const char* from, char* to, std::int64_t bytes,
-                std::vector<CopyPiece>& copies) {
+void cut_run(const PlaneCopy& plane, const char* from, char* to, std::int64_t bytes,
+             const std::function<void(const CopyPiece&)>& add) {
   while (bytes > 0) {
     const SourceRun run = plane.source->run_at(from);
     const auto* end = static_cast<const char*>(run.end);
     const std::int64_t here = end ? std::min<std::int64_t>(bytes, end - from) : bytes;
-    copies.push_back({to, from, here, run.pinned});
+    add({to, from, here, memory_of(plane, run)});
     from += here;
     to += here;
     bytes -= here;
@@ -64,14 +69,14 @@ TilePools pools_at(const TileGeometry& g, char* const planes[2], std::int64_t co
           part_tensor(g, g.v, g.value_dim(), planes, count, device)};
 }
 
-void append_runs(const PlaneCopy& plane, const std::int64_t* blocks, std::int64_t count,
-                 std::vector<CopyPiece>& copies) {
+void for_each_run(const PlaneCopy& plane, const std::int64_t* blocks, std::int64_t count,
+                  const std::function<void(const CopyPiece&)>& add) {
   for (std::int64_t first = 0; first < count;) {
     std::int64_t end = first + 1;
     while (end < count && blocks[end] == blocks[end - 1] + 1) ++end;
-    append_run(plane, plane.from + blocks[first] * plane.block_bytes,
-               plane.to + first * plane.block_bytes,
-               (end - first - 1) * plane.block_bytes + plane.used_bytes, copies);
+    cut_run(plane, plane.from + blocks[first] * plane.block_bytes,
+            plane.to + first * plane.block_bytes,
+            (end - first - 1) * plane.block_bytes + plane.used_bytes, add);
     first = end;
   }
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <functional>
 
 #include "copy_queue.h"
 #include "tiledattn/tile_source.h"
@@ -27,10 +27,11 @@ struct PlaneCopy {
   char* to = nullptr;
   std::int64_t block_bytes = 0;  ///< plane_bytes
   std::int64_t used_bytes = 0;
+  bool on_host = true;  ///< `from` is host memory
 };
 
-/// Append one copy for each run of neighbouring blocks, cut where the source's memory is.
-void append_runs(const PlaneCopy& plane, const std::int64_t* blocks, std::int64_t count,
-                 std::vector<CopyPiece>& copies);
+/// Calls `add` with one copy for each run of neighbouring blocks, cut where the source's memory is.
+void for_each_run(const PlaneCopy& plane, const std::int64_t* blocks, std::int64_t count,
+                  const std::function<void(const CopyPiece&)>& add);
 
 }  // namespace tiledattn

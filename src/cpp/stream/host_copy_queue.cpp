@@ -12,7 +12,7 @@ class HostCopyQueue final : public CopyQueue {
  public:
   const Stream& stream() const override { return stream_; }
   bool immediate() const override { return true; }
-  std::unique_ptr<StreamEvent> make_event() const override {
+  std::unique_ptr<StreamEvent> make_event(bool) const override {
     return std::make_unique<StreamEvent>();
   }
   void record(StreamEvent&, const Stream&) const override {}
@@ -24,6 +24,9 @@ class HostCopyQueue final : public CopyQueue {
   void copy(const std::vector<CopyPiece>& pieces) const override {
     for (const CopyPiece& piece : pieces)
       std::memcpy(piece.to, piece.from, static_cast<std::size_t>(piece.bytes));
+  }
+  void write(void* to, const void* from, std::int64_t bytes, const Stream&) const override {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
   }
   void poison(void* data, std::int64_t bytes) const override {
     std::memset(data, 0xff, static_cast<std::size_t>(bytes));

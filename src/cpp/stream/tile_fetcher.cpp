@@ -13,6 +13,14 @@ namespace {
 
 constexpr std::int64_t kAlignment = 256;
 
+/// Tables of up to so many bytes go to the GPU with a launch of their own: a small copy would hold
+/// the tiles' copies up.
+constexpr std::int64_t kMostWritten = std::int64_t{64} << 10;
+
+/// Of so many transfers one is timed: the clock's two marks take as long as 150 KB on a fast link.
+/// No power of two, so that it is not the same tile of every call.
+constexpr std::int64_t kTimedTransfers = 15;
+
 std::int64_t aligned(std::int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
@@ -62,9 +70,10 @@ TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
     slot.table.host = queue_->allocate_host(table_bytes);
     slot.table.device = queue_->immediate() ? slot.table.host.get()
                                             : static_cast<char*>(tables_.data()) + i * table_bytes;
-    slot.started = queue_->make_event();
-    slot.copied = queue_->make_event();
-    slot.consumed = queue_->make_event();
+    slot.copied = queue_->make_event(false);
+    slot.consumed = queue_->make_event(false);
+    slot.started = queue_->make_event(true);
+    slot.ended = queue_->make_event(true);
   }
 }
 
@@ -194,7 +203,9 @@ void TileFetcher::arrive(TileSlot& slot, const Stream& stream,
     wait_for_reads(*slot.reads);
     advance(slot);
   }
-  queue_->order(stream, *slot.copied);
+  if (!queue_->immediate() && !slot.table_on_queue)
+    queue_->write(slot.table.device, slot.table.host.get(), slot.table.bytes(), stream);
+  if (slot.transferred) queue_->order(stream, *slot.copied);
 }
 
 void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometry,
@@ -203,47 +214,116 @@ void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometr
   planes[1] = slot.scratch + aligned(slot.launch->num_blocks * geometry.plane_bytes[0]);
 }
 
-/// What brings the tiles of a launch into scratch memory; nothing where they are there already.
-std::vector<CopyPiece> TileFetcher::copies(const TileSlot& slot) const {
+void TileFetcher::for_each_copy(const TileSlot& slot,
+                                const std::function<void(const CopyPiece&)>& add) const {
+  if (slot.in_place) return;
+  if (slot.launch->source->pools()) {
+    for_each_pool_copy(slot, add);
+  } else {
+    for_each_staged_copy(slot, add);
+  }
+}
+
+void TileFetcher::for_each_pool_copy(const TileSlot& slot,
+                                     const std::function<void(const CopyPiece&)>& add) const {
   const TileSource& source = *slot.launch->source;
-  const std::optional<TilePools> pools = source.pools();
-  if (slot.in_place) return {};
-  if (!pools) return queue_->immediate() ? std::vector<CopyPiece>() : staged_copies(slot);
+  const TilePools pools = *source.pools();
   const TileGeometry geometry = source.describe();
   char* planes[2];
   plane_places(slot, geometry, planes);
-  std::vector<CopyPiece> list;
   std::int64_t place = 0;
   for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
     const std::int64_t count = slot.launch->pieces[i].count;
     for (int p = 0; p < geometry.num_planes() && !slot.failures[i]; ++p) {
       const std::int64_t block_bytes = geometry.plane_bytes[p];
-      append_runs({&source, plane_data(*pools, geometry, p), planes[p] + place * block_bytes,
-                   block_bytes, used_bytes(geometry, p)},
-                  blocks_of(slot, i), count, list);
+      for_each_run({&source, plane_data(pools, geometry, p), planes[p] + place * block_bytes,
+                    block_bytes, used_bytes(geometry, p), pools.k.device.is_cpu()},
+                   blocks_of(slot, i), count, add);
     }
     place += count;
   }
-  return list;
 }
 
 /// Tiles that were read lie in the staging memory as they will in the scratch.
-std::vector<CopyPiece> TileFetcher::staged_copies(const TileSlot& slot) const {
-  std::vector<CopyPiece> list;
+void TileFetcher::for_each_staged_copy(const TileSlot& slot,
+                                       const std::function<void(const CopyPiece&)>& add) const {
   const auto* const staging = static_cast<const char*>(slot.staging.get());
   std::int64_t offset = 0;
+  CopyPiece run{nullptr, nullptr, 0, CopyFrom::pinned};
   for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
     const std::int64_t bytes = piece_bytes(slot, i);
-    const bool follows = i > 0 && !slot.failures[i - 1];
-    if (!slot.failures[i] && follows) list.back().bytes += bytes;
-    if (!slot.failures[i] && !follows)
-      list.push_back({slot.scratch + offset, staging + offset, bytes, true});
+    if (slot.failures[i]) {
+      if (run.bytes > 0) add(run);
+      run.bytes = 0;
+    } else {
+      if (run.bytes == 0) run.to = slot.scratch + offset, run.from = staging + offset;
+      run.bytes += bytes;
+    }
     offset += bytes;
   }
-  return list;
+  if (run.bytes > 0) add(run);
+}
+
+bool TileFetcher::idle() const { return !last_copied_ || queue_->passed(*last_copied_); }
+
+void TileFetcher::begin_copies(TileSlot& slot) {
+  if (slot.transferred) return;
+  slot.timed = !slot.in_place && (seconds_per_byte_ == 0 || ++transfers_ % kTimedTransfers == 0);
+  queue_->order(queue_->stream(), *slot.consumed);
+  if (options_.poison_scratch && !slot.in_place) queue_->poison(slot.scratch, slot_bytes_);
+  if (slot.timed) queue_->record(*slot.started, queue_->stream());
+  slot.transferred = true;
+}
+
+void TileFetcher::end_copies(TileSlot& slot) {
+  if (!slot.transferred) return;
+  queue_->record(*slot.copied, queue_->stream());
+  if (slot.timed) queue_->record(*slot.ended, queue_->stream());
+  last_copied_ = slot.copied.get();
+}
+
+/// An idle link gets the first pieces before the others are known, in parts that grow: each takes
+/// longer to copy than the next one to find.
+void TileFetcher::put_on_queue(TileSlot& slot) {
+  constexpr std::int64_t kFirstPart = std::int64_t{512} << 10;
+  constexpr std::int64_t kGrowth = 4;
+  std::int64_t part_bytes = 0;
+  std::int64_t enough = idle() ? kFirstPart : slot_bytes_;
+  std::vector<CopyPiece> part;
+  const auto hand_over = [&] {
+    begin_copies(slot);
+    queue_->copy(part);
+    part.clear();
+    slot.copied_bytes += std::exchange(part_bytes, 0);
+    enough *= kGrowth;
+  };
+  for_each_copy(slot, [&](const CopyPiece& piece) {
+    part.push_back(piece);
+    part_bytes += piece.bytes;
+    if (part_bytes >= enough) hand_over();
+  });
+  fill_table(slot);
+  slot.table_on_queue = slot.table.bytes() > kMostWritten;
+  if (slot.table_on_queue) {
+    part.push_back(
+        {slot.table.device, slot.table.host.get(), slot.table.bytes(), CopyFrom::pinned});
+  }
+  if (!part.empty()) hand_over();
 }
 
 void TileFetcher::transfer(TileSlot& slot) {
+  slot.copied_bytes = 0;
+  if (queue_->immediate()) return fill_table(slot);
+  try {
+    put_on_queue(slot);
+  } catch (...) {
+    end_copies(slot);
+    throw;
+  }
+  end_copies(slot);
+}
+
+void TileFetcher::fill_table(TileSlot& slot) {
   std::vector<bool> wanted;
   TierStats& tier = stats_.tiers[static_cast<int>(slot.launch->source->residency())];
   for (std::size_t i = 0; i < slot.failures.size(); ++i) {
@@ -253,18 +333,6 @@ void TileFetcher::transfer(TileSlot& slot) {
     tier.bytes += piece_bytes(slot, i);
   }
   slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
-
-  std::vector<CopyPiece> list = copies(slot);
-  slot.copied_bytes = 0;
-  for (const CopyPiece& piece : list) slot.copied_bytes += piece.bytes;
-  queue_->order(queue_->stream(), *slot.consumed);
-  if (options_.poison_scratch && !list.empty()) queue_->poison(slot.scratch, slot_bytes_);
-  queue_->record(*slot.started, queue_->stream());
-  if (!queue_->immediate())
-    list.push_back({slot.table.device, slot.table.host.get(), slot.table.bytes(), true});
-  queue_->copy(list);
-  queue_->record(*slot.copied, queue_->stream());
-  slot.transferred = true;
 }
 
 TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
@@ -294,24 +362,34 @@ void TileFetcher::consumed(TileSlot& slot, const Stream& stream) {
 bool TileFetcher::reusable(const TileSlot& slot) const {
   if (!slot.launch) return true;
   if (slot.reads && !slot.reads->done()) return false;
-  return queue_->passed(*slot.copied) && (!slot.in_place || queue_->passed(*slot.consumed));
+  return (!slot.transferred || queue_->passed(*slot.copied)) &&
+         (!slot.in_place || queue_->passed(*slot.consumed));
 }
 
 void TileFetcher::release(TileSlot& slot) {
   if (!slot.launch) return;
+  // What is read where it lies is in use until the kernel has ended.
+  if (slot.in_place) queue_->wait(*slot.consumed);
   if (slot.transferred) {
     queue_->wait(*slot.copied);
-    // What is read where it lies is in use until the kernel has ended.
-    if (slot.in_place) queue_->wait(*slot.consumed);
-    if (slot.copied_bytes > 0) {
-      ++stats_.link.tiles;
-      stats_.link.bytes += slot.copied_bytes;
-      stats_.link.seconds += queue_->seconds(*slot.started, *slot.copied);
-    }
+    count_copies(slot);
   }
   slot.leases.clear();
   slot.launch = nullptr;
   slot.request = nullptr;
+}
+
+/// Copies that are not timed count as fast as those timed last.
+void TileFetcher::count_copies(TileSlot& slot) {
+  if (slot.copied_bytes == 0) return;
+  const auto bytes = static_cast<double>(slot.copied_bytes);
+  if (slot.timed) {
+    queue_->wait(*slot.ended);
+    seconds_per_byte_ = queue_->seconds(*slot.started, *slot.ended) / bytes;
+  }
+  ++stats_.link.tiles;
+  stats_.link.bytes += slot.copied_bytes;
+  stats_.link.seconds += seconds_per_byte_ * bytes;
 }
 
 void TileFetcher::drain(TileSlot& slot) {

@@ -2,9 +2,9 @@
 // Brings the tiles of a launch to where attention can read them.
 //
 // A launch passes through one slot of a ring: begin() fetches, or asks the source to read;
-// arrive() waits for the source and puts on the stream of attention what makes it wait for the
-// copies; consumed() marks the end of the kernel. Three orders keep slots from being overwritten,
-// and there are no others:
+// arrive() waits for the source and puts on the stream of attention the table of the launch and
+// what makes it wait for the copies; consumed() marks the end of the kernel. Three orders keep
+// slots from being overwritten, and there are no others:
 //   copied     a kernel starts after the copies into its slot;
 //   consumed   copies into a slot start after the kernel that read it;
 //   reusable() host memory that copies read from, and leases, are given up after the copies.
@@ -29,12 +29,15 @@ struct TileSlot {
   char* scratch = nullptr;
   std::shared_ptr<void> staging;  // host memory between a source that is read and the GPU
   TileTable table;
-  std::unique_ptr<StreamEvent> started, copied, consumed;
+  std::unique_ptr<StreamEvent> copied, consumed;
+  std::unique_ptr<StreamEvent> started, ended;  // of copies that are timed
 
   const TileLaunch* launch = nullptr;  // null: the slot is free
   const StreamRequest* request = nullptr;
   bool in_place = false;
-  bool transferred = false;  // copies are on the queue
+  bool transferred = false;     // copies are on the queue
+  bool table_on_queue = false;  // and the table, which is long, is among them
+  bool timed = false;
   std::int64_t copied_bytes = 0;
   std::vector<Lease> leases;
   std::shared_ptr<ReadBatch> reads;
@@ -85,11 +88,22 @@ class TileFetcher {
  private:
   void begin_reads(TileSlot& slot);
   void transfer(TileSlot& slot);
+  void put_on_queue(TileSlot& slot);
+  void begin_copies(TileSlot& slot);
+  void end_copies(TileSlot& slot);
+  void count_copies(TileSlot& slot);
+  void fill_table(TileSlot& slot);
   void collect_reads(TileSlot& slot);
   void fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
             std::exception_ptr cause);
-  std::vector<CopyPiece> copies(const TileSlot& slot) const;
-  std::vector<CopyPiece> staged_copies(const TileSlot& slot) const;
+  /// Call `add` with what brings the tiles of a launch into scratch memory.
+  void for_each_copy(const TileSlot& slot, const std::function<void(const CopyPiece&)>& add) const;
+  void for_each_pool_copy(const TileSlot& slot,
+                          const std::function<void(const CopyPiece&)>& add) const;
+  void for_each_staged_copy(const TileSlot& slot,
+                            const std::function<void(const CopyPiece&)>& add) const;
+  /// Is nothing being copied now?
+  bool idle() const;
   /// Where the planes of this launch lie in its slot.
   void plane_places(const TileSlot& slot, const TileGeometry& geometry, char* planes[2]) const;
   std::int64_t piece_bytes(const TileSlot& slot, std::size_t piece) const;
@@ -102,6 +116,9 @@ class TileFetcher {
   StreamStats stats_;
   std::unique_ptr<CopyQueue> queue_;
   std::vector<TileSlot> slots_;
+  const StreamEvent* last_copied_ = nullptr;
+  std::int64_t transfers_ = 0;
+  double seconds_per_byte_ = 0;  // of the copies timed last
   ReadThreads readers_;
 };
 

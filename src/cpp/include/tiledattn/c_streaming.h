@@ -199,7 +199,8 @@ typedef struct tiledattn_stream_stats {
   tiledattn_tier_stats pinned;
   tiledattn_tier_stats host;
   tiledattn_tier_stats remote;
-  tiledattn_tier_stats link; /* copies into GPU memory, from whichever tier */
+  tiledattn_tier_stats link; /* copies into GPU memory, from whichever tier; one launch in fifteen
+                                is timed, and the others count as equally fast */
 } tiledattn_stream_stats;
 
 TILEDATTN_API tiledattn_status tiledattn_streaming_stats(const tiledattn_streaming* streaming,

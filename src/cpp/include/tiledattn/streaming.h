@@ -83,7 +83,9 @@ struct TILEDATTN_API StreamStats {
   double seconds = 0;                    ///< inside attend
   double stall_seconds = 0;              ///< of these, waiting for a source or the link
   TierStats tiers[kNumResidencies];      ///< by Residency
-  TierStats link;                        ///< copies into GPU memory, from whichever tier
+  /// Copies into GPU memory, from whichever tier. Of their launches one in fifteen is timed, and
+  /// the others count as equally fast.
+  TierStats link;
 
   /// The share of `seconds` in which a copy into GPU memory was under way.
   double link_use() const { return seconds > 0 ? link.seconds / seconds : 0; }
