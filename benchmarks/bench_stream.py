@@ -36,7 +36,10 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
 @dataclass(frozen=True)
 class Cell:
-    """Calls over ``mib`` of KV each; a table in order, or permuted so that no two blocks are neighbours."""
+    """Calls over ``mib`` of KV each; a table in order, or permuted so that no two blocks are neighbours.
+
+    K and V of a block lie side by side, or ``apart``: then a block is two pieces of memory.
+    """
 
     name: str
     mib: int
@@ -45,11 +48,18 @@ class Cell:
     scratch_mib: int = 24
     prefetch: str = ""  # "own": each call's fetching begins right before it; "next": one call earlier
     dtype: str = "float16"
+    num_kv_heads: int = NUM_KV_HEADS
+    apart: bool = False
+
+    @property
+    def num_q_heads(self) -> int:
+        """Four for each KV head."""
+        return self.num_kv_heads * NUM_Q_HEADS // NUM_KV_HEADS
 
     @property
     def block_bytes(self) -> int:
         """Bytes of K and V of a block."""
-        return 2 * self.block_size * NUM_KV_HEADS * HEAD_DIM * np.dtype(self.dtype).itemsize
+        return 2 * self.block_size * self.num_kv_heads * HEAD_DIM * np.dtype(self.dtype).itemsize
 
     @property
     def num_blocks(self) -> int:
@@ -68,6 +78,10 @@ GPU_CELLS = [
     Cell("16 MiB, prefetched", 16, 64, scratch_mib=12, prefetch="next"),
     Cell("64 MiB, begun before its call", 64, 64, prefetch="own"),
     Cell("64 MiB, prefetched", 64, 64, prefetch="next"),
+    *(
+        Cell(f"64 MiB, pieces of {kib} KiB", 64, 4 * kib, permuted=True, num_kv_heads=1, apart=True)
+        for kib in (2, 4, 16)
+    ),
 ]
 CPU_CELLS = [
     Cell(
@@ -78,36 +92,49 @@ CPU_CELLS = [
 ]
 
 
-def make_pool(num_blocks: int, block_size: int, dtype: str) -> ta.PoolSource:
-    """Random KV in host memory that the library allocates; 64 MiB of it, repeated."""
+def blocks_of(cell: Cell, elements: Any) -> tuple[Any, Any]:
+    """K and V, ``[blocks, tokens, heads, dim]``, of a flat array of elements of any library."""
+    if not cell.apart:
+        shape = (-1, 2, cell.num_kv_heads, cell.block_size, HEAD_DIM)
+        return ta.scratch_pool_views(elements.reshape(shape))
+    return tuple(elements.reshape(2, -1, cell.block_size, cell.num_kv_heads, HEAD_DIM))
+
+
+def make_pool(cell: Cell, mib: int) -> tuple[ta.PoolSource, np.ndarray]:
+    """Random KV in host memory that the library allocates, and its bytes; 64 MiB of it, repeated."""
+    num_blocks = mib * MIB // cell.block_bytes
     geometry = ta.TileGeometry(
         num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=NUM_KV_HEADS,
+        block_size=cell.block_size,
+        num_kv_heads=cell.num_kv_heads,
         head_dim=HEAD_DIM,
-        dtype=dtype,
+        dtype=cell.dtype,
     )
     pool = ta.PoolSource.allocate(geometry)
+    memory = np.asarray(pool._compiled.bytes())
+    if cell.apart:
+        pool = ta.PoolSource(*blocks_of(cell, memory.view(cell.dtype)))
     unit = min(num_blocks, 64 * MIB // geometry.block_bytes)
     generator = np.random.default_rng(0)
     for view in (pool.k_pool, pool.v_pool):
-        some = generator.standard_normal((unit, *view.shape[1:]), dtype=np.float32).astype(dtype)
+        some = generator.standard_normal((unit, *view.shape[1:]), dtype=np.float32).astype(cell.dtype)
         for first in range(0, num_blocks, unit):
             view[first : first + unit] = some[: num_blocks - first]
-    return pool
+    return pool, memory
 
 
-def make_streaming(device: str, block_size: int, scratch_mib: int, block_bytes: int) -> ta.StreamingAttention:
-    """Tiles that fill a third of the scratch."""
+def make_streaming(device: str, cell: Cell) -> ta.StreamingAttention:
+    """Tiles that fill a third of the scratch, but for the gap between K and V where these are apart."""
+    tile_bytes = cell.scratch_mib * MIB // 3 - (256 if cell.apart else 0)
     dims = ta.TiledAttentionDims(
         max_seqs=1,
-        num_q_heads=NUM_Q_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
+        num_q_heads=cell.num_q_heads,
+        num_kv_heads=cell.num_kv_heads,
         head_dim=HEAD_DIM,
-        block_size=block_size,
-        tile_capacity=scratch_mib * MIB // 3 // block_bytes,
+        block_size=cell.block_size,
+        tile_capacity=tile_bytes // cell.block_bytes,
     )
-    return ta.StreamingAttention(dims, device=device, scratch_bytes=scratch_mib * MIB)
+    return ta.StreamingAttention(dims, device=device, scratch_bytes=cell.scratch_mib * MIB)
 
 
 def table(cell: Cell, num_blocks: int, seed: int = 1) -> np.ndarray:
@@ -170,11 +197,11 @@ def show(result: dict[str, Any]) -> None:
 
 def measure_cpu(cell: Cell, rounds: int) -> dict[str, Any]:
     """Streaming against paged_attention over the same pool."""
-    pool = make_pool(cell.num_blocks, cell.block_size, cell.dtype)
+    pool, _ = make_pool(cell, cell.mib)
     ids = table(cell, pool.num_blocks)
     length = cell.num_blocks * cell.block_size
-    q = np.random.default_rng(2).standard_normal((1, NUM_Q_HEADS, HEAD_DIM)).astype(cell.dtype)
-    streaming = make_streaming("cpu", cell.block_size, cell.scratch_mib, cell.block_bytes)
+    q = np.random.default_rng(2).standard_normal((1, cell.num_q_heads, HEAD_DIM)).astype(cell.dtype)
+    streaming = make_streaming("cpu", cell)
     sequences = [ta.StreamSequence(length, ta.KvPart(pool, ids))]
     out, in_place = np.empty_like(q), np.empty_like(q)
     block_table, seq_lens = ids[None], np.array([length])
@@ -194,19 +221,18 @@ def measure_gpu(cell: Cell, rounds: int) -> dict[str, Any]:
     import torch
 
     calls = max(1, 256 // cell.mib)  # in a row, as the layers of a model
-    pool = make_pool(cell.num_blocks, cell.block_size, cell.dtype)
+    pool, memory = make_pool(cell, cell.mib)
     ids = table(cell, pool.num_blocks)
     length = cell.num_blocks * cell.block_size
-    q = torch.randn(1, NUM_Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.float16)
-    streaming = make_streaming("cuda", cell.block_size, cell.scratch_mib, cell.block_bytes)
+    q = torch.randn(1, cell.num_q_heads, HEAD_DIM, device="cuda", dtype=torch.float16)
+    streaming = make_streaming("cuda", cell)
     sequences = [ta.StreamSequence(length, ta.KvPart(pool, ids))]
     out, in_place = torch.empty_like(q), torch.empty_like(q)
     streaming.attend(q, sequences, out=out)  # pins the pool
 
-    host = torch.from_numpy(np.asarray(pool._compiled.bytes()))
+    host = torch.from_numpy(memory)
     device = torch.empty(host.shape, dtype=torch.uint8, device="cuda")
-    values = device.view(torch.float16).reshape(-1, 2, NUM_KV_HEADS, cell.block_size, HEAD_DIM)
-    pools = ta.scratch_pool_views(values)
+    pools = blocks_of(cell, device.view(torch.float16))
     block_table = torch.from_numpy(ids.astype(np.int32))[None].cuda()
     seq_lens = torch.tensor([length], dtype=torch.int32, device="cuda")
 
@@ -238,12 +264,12 @@ def measure_decode(total_gib: float, scratch_mib: int, block_size: int) -> dict[
     import torch
 
     cell = Cell("decode", int(total_gib * 1024), block_size, permuted=True, scratch_mib=scratch_mib)
-    pool = make_pool(64 * MIB // cell.block_bytes, block_size, cell.dtype)
+    pool, memory = make_pool(cell, 64)
     ids = table(cell, pool.num_blocks)
     length = cell.num_blocks * block_size
-    q = torch.randn(1, NUM_Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.float16)
+    q = torch.randn(1, cell.num_q_heads, HEAD_DIM, device="cuda", dtype=torch.float16)
     before = torch.cuda.mem_get_info()[0]
-    streaming = make_streaming("cuda", block_size, scratch_mib, cell.block_bytes)
+    streaming = make_streaming("cuda", cell)
     sequences = [ta.StreamSequence(length, ta.KvPart(pool, ids))]
     warm_up = [ta.StreamSequence(64 * block_size, ta.KvPart(pool, ids[:64]))]
     streaming.attend(q, warm_up)
@@ -256,7 +282,7 @@ def measure_decode(total_gib: float, scratch_mib: int, block_size: int) -> dict[
     used = before - torch.cuda.mem_get_info()[0]
     stats = streaming.stats
 
-    host = torch.from_numpy(np.asarray(pool._compiled.bytes()))
+    host = torch.from_numpy(memory)
     device = torch.empty(host.shape, dtype=torch.uint8, device="cuda")
     copies = median_seconds(
         {"copy": lambda: device.copy_(host, non_blocking=True)}, 15, torch.cuda.synchronize
@@ -264,8 +290,7 @@ def measure_decode(total_gib: float, scratch_mib: int, block_size: int) -> dict[
     copy_rate = host.numel() / statistics.median(copies["copy"]) / 1e9
 
     # The same tiles where they lie: equal bits. All keys in one call: equal within rounding.
-    values = device.view(torch.float16).reshape(-1, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
-    k_pool, v_pool = ta.scratch_pool_views(values)
+    k_pool, v_pool = blocks_of(cell, device.view(torch.float16))
     in_place = streaming.attend(q, [ta.StreamSequence(length, ta.KvPart(ta.PoolSource(k_pool, v_pool), ids))])
     whole = ta.paged_attention(
         q,
