@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "stream/block_runs.h"
+#include "stream/stream_plan.h"
 #include "stream_case.h"
 
 using namespace tiledattn;
@@ -161,6 +162,35 @@ DEVICE_TEST(a_partial_result_can_be_completed) {
   const Result want = s.tiled.cache.reference(s.tiled.q, s.c.rules);
   CHECK_RESULT(download(out), want.out, s.c.dtype);
   CHECK_LSE(download(lse), want.lse);
+}
+
+TEST(what_is_missing_among_tiles_folded_together_is_one_tile) {
+  const int num_threads = get_num_threads();
+  StreamSetup s(long_case(), kCpu, "host");
+  auto& pool = static_cast<PoolSource&>(*s.source);
+  const Result want = s.tiled.cache.reference(s.tiled.q, s.c.rules);
+  for (const int threads : {1, 5}) {
+    set_num_threads(threads);
+    StreamingAttention streaming = s.attention(s.options());
+    const Array out = s.tiled.out(s.c.dtype), lse = s.tiled.lse();
+    AttendArgs args = s.args(out, lse);
+    CHECK(pool.evict(&s.tiled.cache.tables[0][4], 1).size() == 1);
+    CHECK_THROWS(TileError, streaming.attend(args), "position 12 of sequence 0", "evicted");
+    args.on_error = OnTileError::partial;
+    const AttendResult partial = streaming.attend(args);
+    CHECK(!partial.complete);
+    CHECK(partial.errors.size() == 1);
+    CHECK(partial.missing[0]->parts.size() == 1);
+    CHECK(partial.missing[0]->parts[0].position == 12);
+    CHECK(partial.missing[0]->parts[0].blocks.size() == 3);
+    pool.restore(&s.tiled.cache.tables[0][4], 1);
+    args.sequences = partial.missing;
+    args.state = &*partial.state;
+    CHECK(streaming.attend(args).complete);
+    CHECK_RESULT(download(out), want.out, s.c.dtype);
+    CHECK_LSE(download(lse), want.lse);
+  }
+  set_num_threads(num_threads);
 }
 
 DEVICE_TEST(a_fetch_ahead_that_cannot_begin_is_the_error_of_its_own_call) {
@@ -520,4 +550,32 @@ TEST(copies_are_runs_that_stay_inside_the_memory_of_the_source) {
     CHECK(copies[i].bytes == wanted[i][2]);
     CHECK(copies[i].from_memory == (wanted[i][1] >= 1000 ? CopyFrom::pinned : CopyFrom::pageable));
   }
+}
+
+TEST(launches_that_need_no_scratch_are_joined_in_their_order) {
+  const TileSizes sizes{64, 16, 1, 16, 16, DType::float32};  // blocks of 2 KiB
+  const auto a = PoolSource::allocate(sizes, BlockLayout::hnd);
+  const auto b = PoolSource::allocate(sizes, BlockLayout::hnd);
+  const auto launch = [](const std::shared_ptr<PoolSource>& source, std::int64_t first) {
+    return TileLaunch{
+        source.get(), {{0, 0, first, 4, first * 16}, {1, 0, first, 2, first * 16}}, 6, 1};
+  };
+  const std::vector<TileLaunch> launches = {launch(a, 0), launch(a, 4),  launch(a, 8),
+                                            launch(b, 0), launch(a, 12), launch(a, 16)};
+  const auto joined = [&](std::int64_t bytes, bool in_place) {
+    return join_launches(launches, bytes, [&](const TileSource&) { return in_place; });
+  };
+  CHECK(joined(1 << 20, false).size() == 6);
+  CHECK(joined(1, true).size() == 6);
+  const std::vector<TileLaunch> all = joined(1 << 20, true);
+  CHECK(all.size() == 3);
+  CHECK(all[0].num_rounds == 3 && all[1].num_rounds == 1 && all[2].num_rounds == 2);
+  CHECK(all[0].num_blocks == 18 && all[1].source == b.get());
+  for (std::int64_t i = 0; i < 6; ++i) {
+    const TilePiece& piece = all[0].pieces[static_cast<std::size_t>(i)];
+    CHECK(piece.round == i / 2 && piece.sequence == i % 2 && piece.first == i / 2 * 4);
+  }
+  CHECK(joined(12 * 2048, true).size() == 4);  // two of a, one, b, two
+  const std::vector<TileLaunch> many(static_cast<std::size_t>(kMostRounds) + 3, launch(a, 0));
+  CHECK(join_launches(many, 1 << 30, [](const TileSource&) { return true; }).size() == 2);
 }

@@ -165,7 +165,7 @@ std::vector<Host> run_late(StreamSetup& s, std::chrono::microseconds copy_delay,
       }
       TileSlot& slot = slots[i % slots.size()];
       fetcher.arrive(slot, handle_of(kernels), [](const ReadBatch& reads) { reads.wait(); });
-      TileArgs tile = fetcher.tile(slot, false);
+      TileArgs tile = fetcher.tile(slot, 0, false);
       tile.q = s.tiled.q_array;
       kernels.post_slow([&, tile] {
         try {

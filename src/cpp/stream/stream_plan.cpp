@@ -78,7 +78,7 @@ std::vector<TilePiece> cut(const StreamSequence& sequence, std::int64_t index,
           (sequence.length - position + dims.block_size - 1) / dims.block_size;
       const std::int64_t count = std::min({dims.tile_capacity, num_blocks - first, in_use});
       if (position + count * dims.block_size <= range.begin) continue;
-      tiles.push_back({index, static_cast<std::int64_t>(p), first, count, position});
+      tiles.push_back({index, static_cast<std::int64_t>(p), first, count, position, 0});
     }
   }
   return tiles;
@@ -102,7 +102,7 @@ class Round {
       }
     }
     open_[source.key()] = launches_.size();
-    launches_.push_back({&source, {piece}, piece.count});
+    launches_.push_back({&source, {piece}, piece.count, 1});
   }
 
  private:
@@ -188,6 +188,31 @@ std::vector<TileLaunch> plan_stream(
     }
   }
   return launches;
+}
+
+std::vector<TileLaunch> join_launches(const std::vector<TileLaunch>& launches,
+                                      std::int64_t launch_bytes,
+                                      const std::function<bool(const TileSource&)>& in_place) {
+  std::vector<TileLaunch> joined;
+  for (const TileLaunch& launch : launches) {
+    TileLaunch* const last = joined.empty() ? nullptr : &joined.back();
+    const bool joins =
+        last && last->source->key() == launch.source->key() && last->num_rounds < kMostRounds &&
+        in_place(*launch.source) &&
+        (last->num_blocks + launch.num_blocks) * launch.source->describe().block_bytes() <=
+            launch_bytes;
+    if (!joins) {
+      joined.push_back(launch);
+      continue;
+    }
+    for (TilePiece piece : launch.pieces) {
+      piece.round = last->num_rounds;
+      last->pieces.push_back(piece);
+    }
+    last->num_blocks += launch.num_blocks;
+    ++last->num_rounds;
+  }
+  return joined;
 }
 
 }  // namespace tiledattn

@@ -17,15 +17,20 @@ struct TilePiece {
   std::int64_t first = 0;
   std::int64_t count = 0;
   std::int64_t position = 0;  ///< of the tile's first key
+  std::int64_t round = 0;     ///< of its launch
   friend bool operator==(const TilePiece&, const TilePiece&) = default;
 };
 
-/// Tiles of one source, at most one of each sequence, that one step_tile folds.
+/// Tiles of one source. A round has at most one of each sequence, and one step_tile folds it.
 struct TileLaunch {
   TileSource* source = nullptr;
-  std::vector<TilePiece> pieces;
+  std::vector<TilePiece> pieces;  ///< round by round
   std::int64_t num_blocks = 0;
+  std::int64_t num_rounds = 1;
 };
+
+/// A launch has at most so many rounds.
+constexpr std::int64_t kMostRounds = 32;
 
 /// What a plan depends on.
 struct StreamRequest {
@@ -50,5 +55,11 @@ std::vector<std::int64_t> check_q_positions(const StreamSequences& sequences, st
 std::vector<TileLaunch> plan_stream(const StreamRequest& request, const TiledAttentionDims& dims,
                                     const Window& window, bool causal,
                                     const std::function<std::int64_t(const TileSource&)>& capacity);
+
+/// Makes one launch of several in a row that need no scratch: as many rounds as have about
+/// `launch_bytes` together. The order of tiles stays.
+std::vector<TileLaunch> join_launches(const std::vector<TileLaunch>& launches,
+                                      std::int64_t launch_bytes,
+                                      const std::function<bool(const TileSource&)>& in_place);
 
 }  // namespace tiledattn

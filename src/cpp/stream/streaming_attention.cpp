@@ -24,6 +24,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// Of tiles that the CPU reads in place: many times what the threads take to meet, and few enough
+/// for cancel() to be heard.
+constexpr std::int64_t kJoinedBytes = std::int64_t{256} << 20;
+
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
@@ -97,6 +101,12 @@ struct StreamingAttention::Impl {
     job->request = std::move(request);
     job->launches = plan_stream(job->request, dims, window, causal,
                                 [&](const TileSource& source) { return fetcher.capacity(source); });
+    // The threads of a CPU meet at the end of each launch. A GPU has its order without.
+    if (fetcher.queue().immediate()) {
+      job->launches = join_launches(job->launches, kJoinedBytes, [&](const TileSource& source) {
+        return fetcher.in_place(source);
+      });
+    }
     return job;
   }
 
@@ -135,7 +145,7 @@ struct StreamingAttention::Impl {
       if (!job || (!wait_for_first && !fetcher.reusable(slot))) break;
       wait_for_first = false;
       if (!begin_launch(slot, *job, ahead)) break;
-      if (ahead || job != jobs.front().get()) ++stats.prefetched_launches;
+      if (ahead || job != jobs.front().get()) stats.prefetched_launches += slot.launch->num_rounds;
       ++job->next;
       ++begun;
     }
@@ -144,8 +154,9 @@ struct StreamingAttention::Impl {
 
   /// Forget all jobs; what is under way for them is waited for.
   void drop_all() {
+    for (std::int64_t i = taken; i < begun; ++i)
+      stats.dropped_launches += slot_of(i).launch->num_rounds;
     for (TileSlot& slot : fetcher.slots()) fetcher.drain(slot);
-    stats.dropped_launches += begun - taken;
     taken = begun;
     jobs.clear();
   }
@@ -185,7 +196,7 @@ struct StreamingAttention::Impl {
     TileTable table;
     table.device = &somewhere;
     table.num_seqs = num_seqs;
-    table.give(tile, device, false);
+    table.give(tile, 0, device, false);
     const StepShape step{num_seqs, false, 0, DType::float32};
     const AttentionProblem problem = check_step_tile(dims, {}, device, step, tile);
     const bool has_tokens = args.q.rank == 4;
@@ -238,12 +249,16 @@ struct StreamingAttention::Impl {
       failed.push_back(slot.launch->pieces[i]);
       result.errors.push_back(*slot.failures[i]);
     }
-    TileArgs tile = fetcher.tile(slot, with_positions);
-    tile.q = args.q;
-    work.step_tile(tile, stream);
+    const std::int64_t num_rounds = slot.launch->num_rounds;
+    std::vector<TileArgs> tiles;
+    for (std::int64_t round = 0; round < num_rounds; ++round) {
+      tiles.push_back(fetcher.tile(slot, round, with_positions));
+      tiles.back().q = args.q;
+    }
+    work.step_tiles(tiles, stream);
     fetcher.consumed(slot, stream);
     ++taken;
-    ++stats.launches;
+    stats.launches += num_rounds;
   }
 
   /// Begin the working state, and put this call after what may touch the same memory.

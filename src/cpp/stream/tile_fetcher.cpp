@@ -62,7 +62,9 @@ TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
       scratch_(device, slot_bytes_ * options.num_slots),
       queue_(std::move(queue)),
       readers_(options.num_readers) {
-  const std::int64_t table_bytes = aligned(TileTable::bytes(dims.max_seqs, dims.tile_capacity));
+  const std::int64_t rounds = queue_->immediate() ? kMostRounds : 1;
+  const std::int64_t table_bytes =
+      aligned(rounds * TileTable::bytes(dims.max_seqs, dims.tile_capacity));
   if (!queue_->immediate()) tables_ = Buffer(device, table_bytes * options.num_slots);
   for (std::int64_t i = 0; i < options.num_slots; ++i) {
     TileSlot& slot = slots_.emplace_back();
@@ -335,7 +337,7 @@ void TileFetcher::fill_table(TileSlot& slot) {
   slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
 }
 
-TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
+TileArgs TileFetcher::tile(const TileSlot& slot, std::int64_t round, bool positions) const {
   const TileSource& source = *slot.launch->source;
   const TileGeometry geometry = source.describe();
   TilePools pools;
@@ -351,7 +353,7 @@ TileArgs TileFetcher::tile(const TileSlot& slot, bool positions) const {
   args.v_pool = pools.v;
   args.k_scale = geometry.sizes.scales.k;
   args.v_scale = geometry.sizes.scales.v;
-  slot.table.give(args, device_, positions);
+  slot.table.give(args, round, device_, positions);
   return args;
 }
 

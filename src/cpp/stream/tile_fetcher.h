@@ -66,8 +66,8 @@ class TileFetcher {
   /// Wait for the source, then order `stream` after the copies. `wait_for_reads` waits as it likes.
   void arrive(TileSlot& slot, const Stream& stream,
               const std::function<void(const ReadBatch&)>& wait_for_reads);
-  /// The tile as step_tile takes it, but for q.
-  TileArgs tile(const TileSlot& slot, bool positions) const;
+  /// The tile of a round as step_tile takes it, but for q.
+  TileArgs tile(const TileSlot& slot, std::int64_t round, bool positions) const;
   /// The kernel that reads the slot is on `stream`.
   void consumed(TileSlot& slot, const Stream& stream);
 

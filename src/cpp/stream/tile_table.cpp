@@ -17,21 +17,26 @@ std::int64_t TileTable::bytes(std::int64_t num_seqs, std::int64_t width) {
 void TileTable::fill(const TileLaunch& launch, const StreamRequest& request,
                      const std::vector<bool>& wanted, bool in_place, std::int64_t block_size) {
   num_seqs = static_cast<std::int64_t>(request.sequences.size());
+  num_rounds = launch.num_rounds;
   width = 0;
   for (const TilePiece& piece : launch.pieces) width = std::max(width, piece.count);
-  auto* const ids = static_cast<std::int64_t*>(host.get());
-  std::int64_t* const counts = ids + num_seqs * width;
-  std::int64_t* const valid_slots = counts + num_seqs;
-  std::int64_t* const kv_positions = valid_slots + num_seqs;
-  std::int64_t* const q_positions = kv_positions + num_seqs;
-  std::fill(ids, kv_positions + num_seqs, 0);
-  std::copy(request.q_positions.begin(), request.q_positions.end(), q_positions);
+  auto* const all = static_cast<std::int64_t*>(host.get());
+  const std::int64_t round_size = num_seqs * (width + kVectors);
+  std::fill_n(all, num_rounds * round_size, 0);
+  for (std::int64_t round = 0; round < num_rounds; ++round) {
+    std::copy(request.q_positions.begin(), request.q_positions.end(),
+              all + round * round_size + num_seqs * (width + kVectors - 1));
+  }
   std::int64_t place = 0;
   for (std::size_t i = 0; i < launch.pieces.size(); ++i) {
     const TilePiece& piece = launch.pieces[i];
     const std::int64_t first_place = place;
     place += piece.count;
     if (!wanted[i]) continue;
+    std::int64_t* const ids = all + piece.round * round_size;
+    std::int64_t* const counts = ids + num_seqs * width;
+    std::int64_t* const valid_slots = counts + num_seqs;
+    std::int64_t* const kv_positions = valid_slots + num_seqs;
     const StreamSequence& sequence = *request.sequences[static_cast<std::size_t>(piece.sequence)];
     const KvPart& part = sequence.parts[static_cast<std::size_t>(piece.part)];
     std::int64_t* const row = ids + piece.sequence * width;
@@ -45,8 +50,8 @@ void TileTable::fill(const TileLaunch& launch, const StreamRequest& request,
   }
 }
 
-void TileTable::give(TileArgs& args, Device where, bool positions) const {
-  auto* const ids = static_cast<std::int64_t*>(device);
+void TileTable::give(TileArgs& args, std::int64_t round, Device where, bool positions) const {
+  auto* const ids = static_cast<std::int64_t*>(device) + round * num_seqs * (width + kVectors);
   std::int64_t* const vectors = ids + num_seqs * width;
   const auto vector = [&](std::int64_t index) {
     return make_tensor(vectors + index * num_seqs, DType::int64, where, {num_seqs});
