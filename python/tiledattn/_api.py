@@ -88,8 +88,8 @@ def flash_attention(
     TypeError
         For a wrong type of argument or element.
     ValueError
-        For wrong shapes and values, arrays on two devices, or a torch tensor that requires grad: forward
-        only.
+        For wrong shapes and values, arrays on two devices, or a torch tensor that requires grad or has a
+        tangent: forward only.
 
     References
     ----------

@@ -4,7 +4,8 @@
 `flash_attention`, `paged_attention`, `merge_attention` and `write_kv` take the arguments of the functions of the
 same name in `tiledattn`, but are operators of torch (``torch.ops.tiledattn``): a compiled model holds them without a
 graph break. `scaled_dot_product_attention` is torch's function; `flash_attn_func`, `flash_attn_varlen_func` and
-`flash_attn_with_kvcache` are those of the package flash-attn. Forward only: a tensor that requires grad is refused.
+`flash_attn_with_kvcache` are those of the package flash-attn. Forward only: a tensor that requires grad,
+or has a tangent of forward-mode AD, is refused.
 
 Importing this module imports torch, 2.10 or later.
 """

@@ -49,6 +49,29 @@ void refuse_gradient(nb::handle tensor, const char* name) {
                    "pass a detached tensor");
 }
 
+/// Is a dual level of torch entered? Read from the module's dictionary, since every tensor of every
+/// call comes here.
+bool is_in_dual_level(nb::handle forward_ad) {
+  static Lazy variables;
+  static Lazy name;
+  const nb::handle level = PyDict_GetItemWithError(
+      variables.get([&] { return nb::object(forward_ad.attr("__dict__")); }).ptr(),
+      name.get([] { return nb::str("_current_level"); }).ptr());
+  return !level || !PyLong_Check(level.ptr()) || PyLong_AsLong(level.ptr()) >= 0;
+}
+
+/// Nor do they carry a tangent, which a tensor that does not require grad can have in a dual level.
+void refuse_tangent(nb::handle tensor, const char* name) {
+  static Lazy module;
+  const nb::handle forward_ad =
+      module.get([] { return nb::module_::import_("torch.autograd.forward_ad"); });
+  if (!is_in_dual_level(forward_ad)) return;
+  if (forward_ad.attr("unpack_dual")(tensor).attr("tangent").is_none()) return;
+  throw ValueError(std::string(name) +
+                   ": has a tangent of forward-mode AD, and the library computes the forward pass "
+                   "only; pass its primal, without a tangent");
+}
+
 /// `array.__dlpack__(...)`, with the newest version that the producer knows.
 nb::object export_capsule(nb::handle array, std::optional<std::int64_t> stream, ArrayType& type) {
   static Lazy newest;
@@ -97,6 +120,7 @@ Tensor TensorArgs::convert(nb::handle array, const char* name, bool writable) {
   if (!framework_) framework_ = type.framework;
   if (type.framework == Framework::torch) {
     refuse_gradient(array, name);
+    refuse_tangent(array, name);
     refuse_negated(array, name);
   }
   Tensor tensor;
