@@ -163,3 +163,122 @@ def test_vmap(call, tensors):
     x = torch.stack([tensors[names[0]], 2 * tensors[names[0]]])
     got = func.vmap(lambda x: function(tt, tensors, **{names[0]: x}))(x)
     assert torch.equal(got, torch.stack([function(tt, tensors, **{names[0]: one}) for one in x]))
+
+
+def _tiled(t, **results):
+    dims = ta.TiledAttentionDims(
+        max_seqs=2, num_q_heads=4, num_kv_heads=2, head_dim=8, block_size=16, tile_capacity=2
+    )
+    attn = ta.TiledAttention(dims, device=str(t["q"].device))
+    attn.begin_step(2)
+    counts = torch.tensor([2, 1], device=t["q"].device)
+    last = results if results.pop("last", False) else {}
+    attn.step_tile(t["q"], t["k_pool"], t["v_pool"], t["block_table"], counts, **last)
+    if not last:
+        attn.finalize(**results)
+
+
+def _streamed(t, **results):
+    dims = ta.TiledAttentionDims(
+        max_seqs=2, num_q_heads=4, num_kv_heads=2, head_dim=8, block_size=16, tile_capacity=2
+    )
+    attn = ta.StreamingAttention(dims, device=str(t["q"].device))
+    source = ta.PoolSource(t["k_pool"], t["v_pool"])
+    sequences = [ta.StreamSequence(20, ta.KvPart(source, [2, 0])) for _ in range(2)]
+    attn.attend(t["q"], sequences, **results)
+
+
+def _paged_into(module):
+    def write(t, **results):
+        args = [t[name] for name in ("q", "k_pool", "v_pool", "block_table", "seq_lens")]
+        module.paged_attention(*args, **results)
+
+    return write
+
+
+def _dense_into(module):
+    def write(t, out=None, lse=None):
+        with_token = {"out": None if out is None else out.unsqueeze(1), "lse": lse.unsqueeze(1)}
+        module.flash_attention(t["q"].unsqueeze(1), t["k"], t["v"], **with_token)
+
+    return write
+
+
+def _written(module):
+    def write(t, k_pool, v_pool):
+        module.write_kv(t["k"][:, 0], t["v"][:, 0], k_pool, v_pool, t["slot_mapping"])
+
+    return write
+
+
+WRITERS = {
+    "torch.flash_attention": (_dense_into(tt), ("out", "lse")),
+    "flash_attention": (_dense_into(ta), ("out", "lse")),
+    "torch.paged_attention": (_paged_into(tt), ("out", "lse")),
+    "paged_attention": (_paged_into(ta), ("out", "lse")),
+    "merge_attention": (
+        lambda t, **results: ta.merge_attention(t["q"], t["lse"], t["q"], t["lse"], **results),
+        ("out", "lse"),
+    ),
+    "torch.write_kv": (_written(tt), ("k_pool", "v_pool")),
+    "write_kv": (_written(ta), ("k_pool", "v_pool")),
+    "step_tile": (lambda t, **results: _tiled(t, last=True, **results), ("out", "lse")),
+    "finalize": (_tiled, ("out", "lse")),
+    "StreamingAttention": (_streamed, ("out", "lse")),
+}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_gradient_of_what_was_overwritten_is_refused(writer, which, compiled, grad_mode, tensors):
+    """torch keeps a tensor for the backward pass by its version; whoever writes to it has to count that up."""
+    write, names = WRITERS[writer]
+    if compiled and not writer.startswith("torch."):
+        pytest.skip("torch does not trace it")
+    torch._dynamo.reset()
+    write = torch.compile(write, backend="aot_eager", fullgraph=True) if compiled else write
+    results = {name: tensors[name].clone() for name in names}
+    kept = results[names[which]]
+    weight = torch.ones_like(kept, requires_grad=True)
+    loss = (weight * kept).sum()
+    with torch.set_grad_enabled(grad_mode):
+        write(tensors, **results)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_gradient_of_what_was_only_read_is_right(writer, tensors):
+    write, names = WRITERS[writer]
+    read = [name for name, x in tensors.items() if name not in names and x.is_floating_point()]
+    weights = {name: torch.ones_like(tensors[name], requires_grad=True) for name in read}
+    loss = sum((weights[name] * tensors[name]).sum() for name in weights)
+    write(tensors, **{name: tensors[name].clone() for name in names})
+    loss.backward()
+    for name, weight in weights.items():
+        assert torch.equal(weight.grad, tensors[name])
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_inference_tensors_are_written(writer, tensors):
+    """They have no version to count, and no backward pass keeps them."""
+    write, names = WRITERS[writer]
+    with torch.inference_mode():
+        results = {name: torch.full_like(tensors[name], 7.0) for name in names}
+    write(tensors, **results)
+    assert all((x != 7).any() for x in results.values())
+    with torch.inference_mode():
+        write(tensors, **results)
+
+
+def test_a_transform_sees_the_change_too(tensors):
+    def loss(x):
+        kept = torch.ones_like(tensors["out"])
+        total = (x * kept).sum()
+        _paged_into(tt)(tensors, out=kept)
+        return total
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        func.grad(loss)(tensors["out"])

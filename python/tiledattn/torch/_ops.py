@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import increment_version
 
 from .. import _api
 
@@ -182,21 +183,28 @@ _PLAIN_BITS = [
 
 
 def _where_torch_records(name: str, kernel: Any) -> Any:
-    """Make the kernel of an operator that stands where torch records gradients.
+    """Make the kernel of an operator that stands where torch records gradients and changes of tensors.
 
     Transforms such as ``torch.func.grad`` and modes that trace hide from the kernels below, and from the compiled part,
-    that a tensor expects a gradient. Where there is none of them the compiled part refuses gradients itself, and is
-    called without a second way through torch's dispatcher.
+    that a tensor expects a gradient, or its tensor from the change. Where there is none of them the compiled part does
+    both itself, and is called without a second way through torch's dispatcher.
     """
     operator = getattr(torch.ops.tiledattn, name).default
-    names = [argument.name for argument in operator._schema.arguments]
+    arguments = operator._schema.arguments
+    names = [argument.name for argument in arguments]
+    written = [
+        i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
+    ]
 
     def record(keys: Any, *values: Any) -> Any:
         if keys.raw_repr() & _BELOW_BITS in _PLAIN_BITS:
             return kernel(*values)
         _refuse_gradients(names, values)
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return operator.redispatch(keys & _BELOW, *values)
+            results = operator.redispatch(keys & _BELOW, *values)
+        if written:
+            increment_version([values[i] for i in written if values[i] is not None])
+        return results
 
     return record
 

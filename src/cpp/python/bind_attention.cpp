@@ -192,6 +192,7 @@ nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::han
     const GilReleased unlocked;
     self.step_tile(tile, launch, wait, args.framework());
   }
+  args.mark_written();
   if (lse.is_none()) return nb::borrow<nb::any>(out);  // None where no out was given
   return nb::borrow<nb::any>(nb::make_tuple(out, lse));
 }
@@ -207,6 +208,7 @@ nb::any finalize(BoundAttention& self, nb::handle out, nb::handle lse, nb::handl
     const GilReleased unlocked;
     self.core().finalize(results.out(), results.lse(), args.given_stream());
   }
+  args.mark_written();
   return results.value();
 }
 

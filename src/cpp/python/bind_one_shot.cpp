@@ -59,6 +59,7 @@ nb::any bound_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::hand
     const GilReleased unlocked;
     flash_attention(call, launch);
   }
+  args.mark_written();
   return results.value();
 }
 
@@ -93,6 +94,7 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
     const GilReleased unlocked;
     paged_attention(call, launch);
   }
+  args.mark_written();
   return results.value();
 }
 
@@ -112,6 +114,7 @@ nb::any bound_merge_attention(nb::handle out_a, nb::handle lse_a, nb::handle out
     merge_attention(a, a_lse, b, b_lse, results.out(), results.lse().value_or(Tensor{}), base,
                     launch);
   }
+  args.mark_written();
   return results.value();
 }
 
@@ -129,8 +132,11 @@ void bound_write_kv(nb::handle k, nb::handle v, nb::handle k_pool, nb::handle v_
   call.v_scale = optional_scale_arg(args, v_scale, "v_scale");
   call.check = bool_arg(check, "check");
   const Stream launch = args.launch_stream();
-  const GilReleased unlocked;
-  write_kv(call, launch);
+  {
+    const GilReleased unlocked;
+    write_kv(call, launch);
+  }
+  args.mark_written();
 }
 
 }  // namespace

@@ -141,6 +141,7 @@ Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, 
     const GilReleased unlocked;
     result = self.core->attend(call, launch);
   }
+  args.mark_written();
   nb::list errors;
   for (const TileError& error : result.errors) errors.append(tile_error(error));
   const nb::object value = result.complete ? nb::object(results.value()) : nb::none();

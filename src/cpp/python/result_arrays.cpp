@@ -74,7 +74,7 @@ Tensor ResultArrays::make(TensorArgs& args, const Tensor& like, const char* name
   }
   const bool is_numpy = framework == Framework::other || framework == Framework::jax;
   object = empty_array(is_numpy ? Framework::numpy : framework, like);
-  return args.output(object, name);
+  return args.new_output(object, name);
 }
 
 nb::any ResultArrays::value() const {

@@ -115,6 +115,20 @@ std::optional<Tensor> TensorArgs::optional_input(nb::handle array, const char* n
   return input(array, name);
 }
 
+Tensor TensorArgs::output(nb::handle array, const char* name) {
+  const Tensor tensor = convert(array, name, true);
+  if (array_type(array.type()).framework == Framework::torch) torch_outputs_.push_back(array);
+  return tensor;
+}
+
+void TensorArgs::mark_written() const {
+  if (torch_outputs_.empty()) return;
+  static Lazy function;
+  const nb::handle increment_version = function.get(
+      [] { return nb::module_::import_("torch.autograd.graph").attr("increment_version"); });
+  for (const nb::handle tensor : torch_outputs_) increment_version(tensor);
+}
+
 Tensor TensorArgs::convert(nb::handle array, const char* name, bool writable) {
   ArrayType& type = array_type(array.type());
   if (!framework_) framework_ = type.framework;

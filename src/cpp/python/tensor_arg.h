@@ -26,7 +26,9 @@ class TensorArgs {
   Tensor input(nanobind::handle array, const char* name) { return convert(array, name, false); }
   std::optional<Tensor> optional_input(nanobind::handle array, const char* name);
   /// An array that will be written to: refuses read-only and immutable ones.
-  Tensor output(nanobind::handle array, const char* name) { return convert(array, name, true); }
+  Tensor output(nanobind::handle array, const char* name);
+  /// An output that the library has just made, of which nobody knows yet.
+  Tensor new_output(nanobind::handle array, const char* name) { return convert(array, name, true); }
 
   /// Framework of the first array.
   Framework framework() const { return framework_.value_or(Framework::numpy); }
@@ -37,6 +39,9 @@ class TensorArgs {
   /// The stream to launch on, ordered after the streams that the arrays' frameworks are on.
   /// ValueError for a stream argument with arrays on the CPU.
   Stream launch_stream();
+  /// Tells torch, after the launch, that its tensors among the outputs have changed: gradients of
+  /// what was computed from the old values are then refused.
+  void mark_written() const;
 
  private:
   Tensor convert(nanobind::handle array, const char* name, bool writable);
@@ -52,6 +57,7 @@ class TensorArgs {
   std::optional<Framework> framework_;
   std::optional<Device> device_;   // of the first array
   std::vector<Stream> producers_;  // other streams that frameworks are on
+  std::vector<nanobind::handle> torch_outputs_;
   std::vector<ManagedArray> held_;
   std::vector<nanobind::ndarray<nanobind::ro>> held_buffers_;
 };
