@@ -135,6 +135,7 @@ set(tiledattn_python_sources
     src/cpp/python/bind_build.cpp
     src/cpp/python/bind_jax.cpp
     src/cpp/python/bind_one_shot.cpp
+    src/cpp/python/bind_scalar.cpp
     src/cpp/python/bind_state.cpp
     src/cpp/python/bind_streaming.cpp
     src/cpp/python/bind_tile_source.cpp

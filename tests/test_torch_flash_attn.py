@@ -257,3 +257,34 @@ def test_dense_functions_refuse_by_name(options):
         tt.flash_attn_func(q, q, q, **options)
     with pytest.raises(ValueError, match=rf"^{name}: "):
         tt.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4, **options)
+
+
+def test_wrong_types_are_named():
+    q, k = torch.ones(2, 3, 4, 16), torch.ones(2, 5, 2, 16)
+    packed, cu = (q[0], k[0], k[0]), (torch.tensor([0, 3]), torch.tensor([0, 5]))
+    varlen = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (*packed, *cu), strict=True))
+    calls = [
+        (tt.flash_attn_func, {"q": q, "k": k, "v": k}, []),
+        (tt.flash_attn_varlen_func, {**varlen, "max_seqlen_q": 3, "max_seqlen_k": 5}, ["block_table"]),
+        (
+            tt.flash_attn_with_kvcache,
+            {"q": q, "k_cache": k, "v_cache": k},
+            ["k", "v", "cache_batch_idx", "block_table"],
+        ),
+    ]
+    for call, given, optional in calls:
+        for name in (*(name for name in given if not name.startswith("max_")), *optional):
+            with pytest.raises(TypeError, match=rf"^{name}: expected a torch tensor.*, got ndarray$"):
+                call(**{**given, name: k.numpy()})
+        for wrong in (None, 3, (1,), (1, 2, 3), (None, 0), (1.5, 0), (True, 0), ("1", 0)):
+            with pytest.raises(TypeError, match=r"^window_size: "):
+                call(**given, window_size=wrong)
+        for options in ({"causal": "no"}, {"softmax_scale": "1"}, {"softmax_scale": True}, {"softcap": None}):
+            with pytest.raises(TypeError, match=rf"^{next(iter(options))}: expected "):
+                call(**given, **options)
+    for wrong in (1.5, True, "5", [5, 5]):
+        with pytest.raises(TypeError, match=r"^cache_seqlens: "):
+            tt.flash_attn_with_kvcache(q, k, k, cache_seqlens=wrong)
+    for wrong in (2.5, None, True):
+        with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an int"):
+            tt.flash_attn_varlen_func(*packed, *cu, wrong, 5)

@@ -13,6 +13,7 @@ import processes
 import pytest
 import quantised
 import reference
+import tiledattn as ta
 
 torch = pytest.importorskip("torch")
 importlib.import_module("torch._dynamo.testing")
@@ -318,6 +319,64 @@ def test_errors_are_those_of_the_library(torch_carrier):
         tt.flash_attention(q, k, v, window=(-1, None))
     with pytest.raises(ValueError, match="layout"):
         tt.flash_attention(q, k, v, layout="sbhd")
+
+
+# What the functions of `ta` say too: no argument goes to torch's check of types, which names none.
+WRONG_SCORES = {
+    "window": [None, 3, (1,), (1, 2, 3), (1.5, None), ("1", None), (True, None), (2**70, None)],
+    "causal": ["no", 1, None],
+    "softcap": [None, "1", True, 1j],
+    "softmax_scale": ["1", True, 1j, np.ones(2), 10**400],
+    "max_seqlen_q": [2.5, "2", True],
+    "return_lse": [1, "no"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [(name, x) for name, all_ in WRONG_SCORES.items() for x in all_],
+    ids=lambda x: str(x)[:20],
+)
+@pytest.mark.parametrize("make", [_flash, _paged], ids=["flash", "paged"])
+def test_options_of_wrong_types_are_named(make, name, wrong, torch_carrier):
+    args, options, _ = make(torch_carrier)
+    function = "flash_attention" if make is _flash else "paged_attention"
+    said = []
+    for module in (tt, ta):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: ") as refused:
+            getattr(module, function)(*args, **{**options, name: wrong})
+        said.append((refused.type, str(refused.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.ones(2, np.float32), [1.0], 1.0, "x"], ids=["numpy", "list", "float", "str"]
+)
+@pytest.mark.parametrize("call", ["flash", "paged", "merge", "write_kv"])
+def test_what_is_no_tensor_is_named(call, wrong, torch_carrier):
+    flash, paged = _flash(torch_carrier)[0], _paged(torch_carrier)[0]
+    out, lse = torch.ones(2, 3, 8), torch.ones(2, 3)
+    pool = ["k_pool", "v_pool"]
+    function, names, args, optional = {
+        "flash": (tt.flash_attention, ["q", "k", "v"], flash, ["sinks", "cu_seqlens_q", "out", "lse"]),
+        "paged": (tt.paged_attention, ["q", *pool, "block_table", "seq_lens"], paged, ["sinks", "out"]),
+        "merge": (tt.merge_attention, ["out_a", "lse_a", "out_b", "lse_b"], [out, lse, out, lse], []),
+        "write_kv": (tt.write_kv, ["k", "v", *pool, "slot_mapping"], [out, out, *paged[1:3], lse], []),
+    }[call]
+    given = dict(zip(names, args, strict=True))
+    for name in (*names, *optional):
+        said = rf"^{name}: expected a torch tensor.*, got {type(wrong).__name__}$"
+        with pytest.raises(TypeError, match=said):
+            function(**{**given, name: wrong})
+    with pytest.raises(TypeError, match=rf"^{names[0]}: expected a torch tensor, got NoneType$"):
+        function(**{**given, names[0]: None})
+
+
+def test_numbers_of_numpy_are_numbers(torch_carrier):
+    args, options, want = _flash(torch_carrier)
+    options |= {"causal": np.True_, "window": [np.int64(11), None], "softcap": np.float32(5.0)}
+    options["softmax_scale"] = np.float64(options.get("softmax_scale") or 0.25)
+    _close(torch_carrier, tt.flash_attention(*args, **options, return_lse=np.True_), want)
 
 
 def test_a_block_id_outside_the_pool():

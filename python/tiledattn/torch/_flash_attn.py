@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._types import Window
 from . import _functions
+from ._arguments import check_optional_tensors, check_tensors, integer
 
 #: ``(left, right)`` as flash-attn writes it: a negative number is no bound.
 WindowSize = tuple[int, int]
@@ -151,6 +152,9 @@ def flash_attn_varlen_func(
     torch.Size([3, 4, 8])
     """
     _refuse_others(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_optional_tensors(block_table=block_table)
+    max_seqlen_q = integer(max_seqlen_q, "max_seqlen_q")
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
@@ -275,6 +279,8 @@ def flash_attn_with_kvcache(
     _refuse_others(
         rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes
     )
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_optional_tensors(k=k, v=v, cache_batch_idx=cache_batch_idx, block_table=block_table)
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: got None; expected both k and v, or neither")
     if q.dim() != 4:
@@ -323,8 +329,10 @@ def _refuse_others(dropout_p: float = 0.0, **arguments: object) -> None:
             )
 
 
-def _window(window_size: WindowSize) -> Window:
-    left, right = window_size
+def _window(window_size: Any) -> Window:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size: got {window_size!r}; expected (left, right), both integers")
+    left, right = (integer(side, "window_size") for side in window_size)
     return (None if left < 0 else left, None if right < 0 else right)
 
 
@@ -388,6 +396,7 @@ def _lengths(
             beside = "a block_table" if block_table is not None else "k and v"
             raise ValueError(f"cache_seqlens: got None with {beside}; expected an int or a tensor [B]")
         cache_seqlens = k_cache.shape[1]
+    cache_seqlens = integer(cache_seqlens, "cache_seqlens")
     return torch.full((q.shape[0],), cache_seqlens, device=q.device, dtype=torch.int32), cache_seqlens
 
 

@@ -11,6 +11,16 @@ from torch import Tensor
 
 from .._types import Window
 from . import _ops
+from ._arguments import (
+    check_optional_tensors,
+    check_tensors,
+    flag,
+    number,
+    optional_integer,
+    scales,
+    score,
+    text,
+)
 
 
 def flash_attention(
@@ -69,21 +79,23 @@ def flash_attention(
     >>> torch.compile(flash_attention, fullgraph=True, backend="eager")(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
+    check_tensors(q=q, k=k, v=v)
+    check_optional_tensors(
+        sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out=out, lse=lse
+    )
     arguments = (
         q,
         k,
         v,
-        causal,
-        softmax_scale,
-        *window,
-        softcap,
+        *score(causal, softmax_scale, window, softcap),
         sinks,
-        layout,
+        text(layout, "layout"),
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        optional_integer(max_seqlen_q, "max_seqlen_q"),
+        optional_integer(max_seqlen_k, "max_seqlen_k"),
     )
+    return_lse = flag(return_lse, "return_lse")
     if out is None and lse is None:
         return (_ops.flash_attention_lse if return_lse else _ops.flash_attention)(*arguments)
     return _fill(_ops.flash_attention_into, arguments, out, lse, return_lse)
@@ -146,35 +158,24 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 4, 8), pool, pool, torch.tensor([[2, 0]]), torch.tensor([20])).shape
     torch.Size([1, 4, 8])
     """
+    check_tensors(q=q, k_pool=k_pool, v_pool=v_pool, block_table=block_table, seq_lens=seq_lens)
+    check_optional_tensors(sinks=sinks, cu_seqlens_q=cu_seqlens_q, out=out, lse=lse)
     arguments = (
         q,
         k_pool,
         v_pool,
         block_table,
         seq_lens,
-        causal,
-        softmax_scale,
-        *window,
-        softcap,
+        *score(causal, softmax_scale, window, softcap),
         sinks,
         cu_seqlens_q,
-        max_seqlen_q,
-        *_scales(k_scale, v_scale),
+        optional_integer(max_seqlen_q, "max_seqlen_q"),
+        *scales(k_scale, v_scale),
     )
+    return_lse = flag(return_lse, "return_lse")
     if out is None and lse is None:
         return (_ops.paged_attention_lse if return_lse else _ops.paged_attention)(*arguments)
     return _fill(_ops.paged_attention_into, arguments, out, lse, return_lse)
-
-
-def _scales(k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> tuple[Any, ...]:
-    """Each scale as an operator takes it: a tensor and a number, one of them None."""
-    split = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        if scale is not None and not number and not isinstance(scale, Tensor):
-            raise TypeError(f"{name}: expected a tensor or a number, got {type(scale).__name__}")
-        split += [scale, None] if isinstance(scale, Tensor) else [None, scale]
-    return tuple(split)
 
 
 def _fill(
@@ -223,7 +224,8 @@ def merge_attention(
     >>> out[0, 0].item(), round(lse[0].item(), 4)
     (2.0, 0.6931)
     """
-    out, lse = _ops.merge_attention(out_a, lse_a, out_b, lse_b, lse_base)
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out, lse = _ops.merge_attention(out_a, lse_a, out_b, lse_b, number(lse_base, "lse_base"))
     return out, lse
 
 
@@ -265,4 +267,5 @@ def write_kv(
     >>> pool[2, 1, 0, 0].item()
     1.0
     """
-    _ops.write_kv(k, v, k_pool, v_pool, slot_mapping, *_scales(k_scale, v_scale))
+    check_tensors(k=k, v=v, k_pool=k_pool, v_pool=v_pool, slot_mapping=slot_mapping)
+    _ops.write_kv(k, v, k_pool, v_pool, slot_mapping, *scales(k_scale, v_scale))

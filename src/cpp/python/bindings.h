@@ -15,5 +15,6 @@ void bind_tile_source(nanobind::module_& m);
 void bind_streaming(nanobind::module_& m);
 void bind_build(nanobind::module_& m);
 void bind_jax(nanobind::module_& m);
+void bind_scalar(nanobind::module_& m);
 
 }  // namespace tiledattn::binding

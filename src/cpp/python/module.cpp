@@ -22,4 +22,5 @@ NB_MODULE(_core, m) {
   tiledattn::binding::bind_streaming(m);
   tiledattn::binding::bind_build(m);
   tiledattn::binding::bind_jax(m);
+  tiledattn::binding::bind_scalar(m);
 }
