@@ -97,8 +97,12 @@ def test_refused_shapes():
         tt.scaled_dot_product_attention(q, k, v)
     with pytest.raises(ValueError, match=r"^value: "):
         tt.scaled_dot_product_attention(q, k, v[0], enable_gqa=True)
-    with pytest.raises(ValueError, match=r"^k: "):
+    with pytest.raises(ValueError, match=r"^key: got shape \[1, 2, 12, 16\]; expected \[2, "):
         tt.scaled_dot_product_attention(q, k[:1], v, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"^key: got shape \[2, 2, 12, 8\]; expected \[2, 2, 12, 16\]"):
+        tt.scaled_dot_product_attention(q, k[..., :8], v, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"^value: got shape \[2, 1, 12, 16\]; expected \[2, 2, 12, 16\]"):
+        tt.scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True)
     five = torch.ones(2, 3, 4, 9, 16)
     with pytest.raises(ValueError, match=r"^key: "):
         tt.scaled_dot_product_attention(five, five.transpose(0, 1), five)
@@ -106,3 +110,30 @@ def test_refused_shapes():
         tt.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
     with pytest.raises(ValueError, match=r"^q: requires grad"):
         tt.scaled_dot_product_attention(q.requires_grad_(), k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("keys", "values"), [(12, 9), (9, 12), (12, 15), (4, 9), (9, 4), (0, 9)])
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)], ids=str)
+def test_keys_and_values_of_different_lengths_are_refused(leading, keys, values, is_causal):
+    """Also where a causal mask would hide all of the difference; with the shapes that the caller gave."""
+    q, k, v = (torch.ones(*leading, 4, length, 16) for length in (9, keys, values))
+    with pytest.raises(ValueError) as refused:
+        tt.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    assert str(refused.value).startswith(f"value: got shape {list(v.shape)}; expected {list(k.shape)}")
+
+
+def test_refused_types():
+    q, k, v = _tensors((2, 4, 9, 16), (2, 4, 12, 16), "cpu")
+    for name, wrong in (("query", q.numpy()), ("key", [1.0]), ("value", None)):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a torch tensor, got {type(wrong).__name__}"):
+            tt.scaled_dot_product_attention(**{"query": q, "key": k, "value": v, name: wrong})
+    for name, wrong in (
+        ("is_causal", "no"),
+        ("is_causal", 1),
+        ("enable_gqa", None),
+        ("scale", "1"),
+        ("scale", True),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}: expected "):
+            tt.scaled_dot_product_attention(q, k, v, **{name: wrong})

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import _functions
+from ._arguments import check_tensors, flag, number
 
 
 def scaled_dot_product_attention(
@@ -66,8 +67,10 @@ def scaled_dot_product_attention(
         )
     if dropout_p != 0:
         raise ValueError(f"dropout_p: got {dropout_p}; expected 0: tiledattn computes the forward pass only")
-    if not query.dim() == key.dim() == value.dim() == 4:
-        _check_leading_dimensions(query=query, key=key, value=value)
+    check_tensors(query=query, key=key, value=value)
+    scale = None if scale is None else number(scale, "scale")
+    is_causal, enable_gqa = flag(is_causal, "is_causal"), flag(enable_gqa, "enable_gqa")
+    _check_shapes(query, key, value)
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if not enable_gqa and kv_heads not in (1, heads):
         raise ValueError(
@@ -96,11 +99,17 @@ def _batched(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
 
 
-def _check_leading_dimensions(**tensors: Tensor) -> None:
-    """Check what is lost when all dimensions before the heads become one; of four the library checks all itself."""
-    leading = tensors["query"].shape[:-3]
-    for name, tensor in tensors.items():
-        if tensor.dim() < 3 or tensor.shape[:-3] != leading:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check shapes as the caller wrote them: the library sees other ones, in which some differences are gone."""
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) == len(k) == len(v) == 4 and (q[0], q[3]) == (k[0], k[3]) and k[:3] == v[:3]:
+        return  # most calls, a microsecond earlier
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if len(shape) < 3 or shape[:-3] != q[:-3]:
             raise ValueError(
-                f"{name}: got shape {list(tensor.shape)}; expected {[*leading, 'heads', 'sequence', 'head_dim']}"
+                f"{name}: got shape {list(shape)}; expected {[*q[:-3], 'heads', 'sequence', 'head_dim']}"
             )
+    if k[-1] != q[-1]:
+        raise ValueError(f"key: got shape {list(k)}; expected {[*k[:-1], q[-1]]}, ending as in query")
+    if v[:-1] != k[:-1]:
+        raise ValueError(f"value: got shape {list(v)}; expected {[*k[:-1], v[-1]]}, as in key")
