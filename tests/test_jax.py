@@ -13,6 +13,7 @@ import processes
 import pytest
 import quantised
 import reference
+import tiledattn as ta
 
 jax = pytest.importorskip("jax")
 tj = importlib.import_module("tiledattn.jax")
@@ -306,6 +307,149 @@ def test_errors_keep_their_text(jit):
     with pytest.raises(ValueError, match=r"^layout: "):
         call(q, k, k, layout="sbhd")
     assert call(q, k, k).shape == q.shape
+
+
+WRONG_OPTIONS = {
+    "window": [
+        None,
+        3,
+        (1,),
+        (1, 2, 3),
+        (1.7, None),
+        ("1", None),
+        (True, None),
+        (2**70, None),
+        (2**64 - 1, None),
+    ],
+    "causal": ["False", 1, None],
+    "softcap": [None, "1", True, 1j],
+    "softmax_scale": ["1", "abc", True, 1j, np.ones(2), jnp.ones(2), 10**400],
+    "max_seqlen_q": [2.9, "2", True, np.uint64(2**64 - 1)],
+    "return_lse": ["no", 1, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [(name, x) for name, wrong in WRONG_OPTIONS.items() for x in wrong],
+    ids=lambda x: str(x)[:20],
+)
+@pytest.mark.parametrize("make", [_flash, _paged], ids=["flash", "paged"])
+def test_options_of_wrong_types_are_named(make, name, wrong):
+    """With the words of `ta`, where a call of XLA would take the next best value."""
+    function = "flash_attention" if make is _flash else "paged_attention"
+    args = make()[1]
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: ") as refused:
+        getattr(ta, function)(*args, **{name: wrong})
+    with pytest.raises(refused.type) as refused_too:
+        getattr(tj, function)(*args, **{name: wrong})
+    assert str(refused_too.value) == str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ["2", True, None, 1j])
+def test_a_wrong_base_is_named(wrong):
+    out, lse = jnp.ones((2, 8)), jnp.zeros(2)
+    with pytest.raises(TypeError, match=r"^lse_base: expected a number, got "):
+        tj.merge_attention(out, lse, out, lse, lse_base=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "pick"),
+    [
+        ("softmax_scale", lambda x: x),
+        ("softcap", lambda x: x),
+        ("window", lambda x: (x.astype(int), None)),
+        ("window", lambda x: x),
+        ("causal", lambda x: x > 0),
+        ("max_seqlen_q", lambda x: x.astype(int)),
+        ("return_lse", lambda x: x > 0),
+    ],
+)
+def test_traced_options_are_named(name, pick):
+    q = jnp.ones((1, 3, 4, 16))
+    with pytest.raises(TypeError, match=rf"^{name}: expected .*, got jax"):
+        jax.jit(lambda x: tj.flash_attention(q, q, q, **{name: pick(x)}))(1.0)
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    _, args, want = _flash()
+    options = {**FLASH.make("float32")[1], "causal": np.True_, "window": [np.int64(11), None]}
+    options |= {"softcap": jnp.float32(5.0), "softmax_scale": np.float32(0.2), "max_seqlen_q": np.int32(9)}
+    got = tj.flash_attention(*map(jnp.asarray, args), **options, return_lse=np.True_)
+    compare.result_close(tuple(map(np.asarray, got)), want, "float32")
+
+
+def _integer_calls():
+    """Each argument of integers, as int64 of NumPy, and a call that takes it."""
+    q, k, v = (x[0] for x in FLASH.make("float32")[0])
+    paged = dict(zip(("q", "k_pool", "v_pool", "block_table", "seq_lens"), _paged()[1], strict=True))
+    written = dict(zip(("k", "v", "k_pool", "v_pool", "slot_mapping"), _tokens_and_pools(), strict=True))
+    lengths = {"cu_seqlens_q": np.array([0, 4, 9]), "cu_seqlens_k": np.array([0, 10, 21])}
+    flash = {"q": q, "k": k, "v": v, **lengths}
+    ragged = {**paged, "q": q, "cu_seqlens_q": np.array([0, 4, 9, 9])}
+    calls = [(tj.flash_attention, flash, name) for name in lengths]
+    calls += [(tj.paged_attention, paged, name) for name in ("block_table", "seq_lens")]
+    calls += [(tj.paged_attention, ragged, "cu_seqlens_q"), (tj.write_kv, written, "slot_mapping")]
+    return calls
+
+
+@pytest.mark.parametrize("wrong", [2**32, 2**32 + 3, 2**31, -(2**31) - 1, -(2**32) + 1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("call", range(6))
+def test_integers_that_jax_would_wrap_are_refused(call, wrong):
+    """Without jax_enable_x64 it takes their lowest 32 bits: block 2**32 would be block 0."""
+    function, args, name = _integer_calls()[call]
+    array = np.asarray(args[name]).astype(np.int64)
+    whole = function(**{**args, name: array})
+    same = function(**{**args, name: array.astype(np.int32)})
+    compare.same_bits(
+        tuple(map(np.asarray, jax.tree.leaves(whole))), tuple(map(np.asarray, jax.tree.leaves(same)))
+    )
+    array.flat[-1] = wrong
+    with pytest.raises(
+        ValueError, match=rf"^{name}: got {wrong}, which JAX would make another number as int32"
+    ):
+        function(**{**args, name: array})
+    unsigned = np.full_like(array, 2**64 - 1, dtype=np.uint64)
+    with pytest.raises(ValueError, match=rf"^{name}: got {2**64 - 1}, which JAX"):
+        function(**{**args, name: unsigned})
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_numbers_that_jax_would_round_are_refused(dtype):
+    flash = dict(zip("qkv", FLASH.make("float32")[0], strict=True))
+    paged = dict(zip(("q", "k_pool", "v_pool", "block_table", "seq_lens"), _paged()[1], strict=True))
+    written = dict(zip(("k", "v", "k_pool", "v_pool", "slot_mapping"), _tokens_and_pools(), strict=True))
+    out, lse = np.ones((2, 8), np.float32), np.zeros(2, np.float32)
+    merged = {"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse}
+    calls = [
+        (tj.flash_attention, {**flash, "sinks": np.ones(4, np.float32)}, [*flash, "sinks"]),
+        (tj.paged_attention, paged, paged),
+        (tj.paged_attention, {**paged, "k_scale": lse, "v_scale": lse}, ["k_scale", "v_scale"]),
+        (tj.write_kv, written, written),
+        (tj.merge_attention, merged, merged),
+    ]
+    for function, args, names in calls:
+        for name in names:
+            with pytest.raises(TypeError, match=rf"^{name}: got {dtype}, which JAX would make "):
+                function(**{**args, name: args[name].astype(dtype)})
+
+
+def test_64_bit_integers_with_x64():
+    """Then JAX keeps them, and the library finds what is wrong with them."""
+    code = """
+import jax, numpy as np, tiledattn.jax as tj
+jax.config.update("jax_enable_x64", True)
+pool, q = np.ones((3, 16, 2, 8), np.float32), np.ones((1, 4, 8), np.float32)
+print(tj.paged_attention(q, pool, pool, np.array([[2, 0]]), np.array([20])).sum())
+for table, lens in (([[2**32, 0]], [20]), ([[2, 0]], [2**32 + 3])):
+    try:
+        tj.paged_attention(q, pool, pool, np.array(table), np.array(lens)).block_until_ready()
+        print("taken")
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        print("refused", any(str(2**32 + more) in str(error) for more in (0, 3)))
+"""
+    said = processes.run(code, options=["-W", "ignore"], JAX_PLATFORMS="cpu")
+    assert said.split() == ["32.0", "refused", "True", "refused", "True"]
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

@@ -4,7 +4,8 @@
 They take the arguments of the functions of the same name in `tiledattn`, run as custom calls of XLA on its own stream
 and return new arrays. Numbers and flags are Python values, fixed when a function is traced. Forward only: JAX refuses
 to differentiate them. What is wrong with the arrays is found when the call runs and raised by JAX as its own error,
-with the library's text.
+with the library's text. NumPy arrays may be given too; 64-bit ones only with ``jax_enable_x64``, or where they hold
+integers of 32 bits. Those given to a function that `jax.jit` made JAX changes by itself, before this module sees them.
 
 Importing this module imports JAX, 0.6 or later.
 """
@@ -65,9 +66,9 @@ def flash_attention(
     Raises
     ------
     TypeError
-        For an argument that is no array.
+        For an argument that is no array, and a number or flag that is none.
     ValueError
-        For an array with a wrong number of dimensions, or an unknown layout.
+        For an array with a wrong number of dimensions, an unknown layout, or numbers that JAX does not keep.
     jax.errors.JaxRuntimeError or ValueError
         For all else, when the call runs: JAX chooses.
 
@@ -94,9 +95,10 @@ def flash_attention(
     options = {
         **_score_options(causal, softmax_scale, window, softcap),
         "heads_first": np.bool_(layout == "bhsd"),
-        "max_seqlen_q": _integer(max_seqlen_q),
-        "max_seqlen_k": _integer(max_seqlen_k),
+        "max_seqlen_q": _integer(max_seqlen_q, "max_seqlen_q"),
+        "max_seqlen_k": _integer(max_seqlen_k, "max_seqlen_k"),
     }
+    return_lse = _core.flag(return_lse, "return_lse")
     out, lse = _call("flash_attention", operands, v, options)
     return (out, lse) if return_lse else out
 
@@ -142,9 +144,9 @@ def paged_attention(
     Raises
     ------
     TypeError
-        For an argument that is no array.
+        For an argument that is no array, and a number or flag that is none.
     ValueError
-        For an array with a wrong number of dimensions.
+        For an array with a wrong number of dimensions, or numbers that JAX does not keep.
     jax.errors.JaxRuntimeError or ValueError
         For all else, when the call runs: JAX chooses. On a GPU wrong block ids and lengths make the result of their
         sequence NaN, and the next call raises them.
@@ -172,8 +174,9 @@ def paged_attention(
     }
     options = {
         **_score_options(causal, softmax_scale, window, softcap),
-        "max_seqlen_q": _integer(max_seqlen_q),
+        "max_seqlen_q": _integer(max_seqlen_q, "max_seqlen_q"),
     }
+    return_lse = _core.flag(return_lse, "return_lse")
     out, lse = _call("paged_attention", operands, v_pool, options)
     return (out, lse) if return_lse else out
 
@@ -200,9 +203,9 @@ def merge_attention(
     Raises
     ------
     TypeError
-        For an argument that is no array.
+        For an argument that is no array, and a number or flag that is none.
     ValueError
-        For an array with a wrong number of dimensions.
+        For an array with a wrong number of dimensions, or numbers that JAX does not keep.
     jax.errors.JaxRuntimeError or ValueError
         For all else, when the call runs: JAX chooses.
 
@@ -222,7 +225,9 @@ def merge_attention(
         "out_b": (out_b, rank),
         "lse_b": (lse_b, rank - 1),
     }
-    return _call("merge_attention", operands, out_a, {"lse_base": np.float64(lse_base)})
+    return _call(
+        "merge_attention", operands, out_a, {"lse_base": np.float64(_core.number(lse_base, "lse_base"))}
+    )
 
 
 def write_kv(
@@ -260,9 +265,9 @@ def write_kv(
     Raises
     ------
     TypeError
-        For an argument that is no array.
+        For an argument that is no array, and a number or flag that is none.
     ValueError
-        For an array with a wrong number of dimensions.
+        For an array with a wrong number of dimensions, or numbers that JAX does not keep.
     jax.errors.JaxRuntimeError or ValueError
         For all else, when the call runs: JAX chooses. On a GPU a wrong slot is skipped, and the next call raises it.
 
@@ -322,7 +327,28 @@ def _given(operands: dict[str, tuple[Array | None, int]]) -> tuple[list[Array], 
             raise TypeError(f"{name}: expected a JAX array, got {type(array).__name__}")
         if array.ndim != rank:
             raise ValueError(f"{name}: got shape {list(array.shape)}; expected {rank} dimensions")
+        _check_is_kept(name, array)
     return [array for _, array, _ in given], " ".join(f"{name}:{rank}" for name, _, rank in given)
+
+
+def _check_is_kept(name: str, array: Any) -> None:
+    """Refuse what JAX would change unasked: from NumPy it takes 64-bit numbers as 32-bit ones, if need be others."""
+    if not isinstance(array, np.ndarray | np.generic) or array.dtype.itemsize < 8:
+        return
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if kept == array.dtype:  # jax_enable_x64
+        return
+    if kept.kind not in "iu":
+        raise TypeError(
+            f"{name}: got {array.dtype}, which JAX would make {kept}; expected {kept} or a narrower type"
+        )
+    limits = np.iinfo(kept)
+    for number in (array.min(), array.max()) if array.size else ():
+        if not limits.min <= number <= limits.max:
+            raise ValueError(
+                f"{name}: got {number}, which JAX would make another number as {kept}; expected {limits.min} to "
+                f"{limits.max}, or jax_enable_x64"
+            )
 
 
 # Compiled also where the caller does not: an eager call would trace the handler anew each time.
@@ -364,13 +390,14 @@ def _register() -> None:
 def _score_options(
     causal: bool, softmax_scale: float | None, window: Window, softcap: float
 ) -> dict[str, Any]:
-    left, right = window
+    left, right = _core.window(window)
+    scale = None if softmax_scale is None else np.float64(_core.number(softmax_scale, "softmax_scale"))
     return {
-        "causal": np.bool_(causal),
-        "softmax_scale": None if softmax_scale is None else np.float64(softmax_scale),
-        "window_left": _integer(left),
-        "window_right": _integer(right),
-        "softcap": np.float64(softcap),
+        "causal": np.bool_(_core.flag(causal, "causal")),
+        "softmax_scale": scale,
+        "window_left": _integer(left, "window"),
+        "window_right": _integer(right, "window"),
+        "softcap": np.float64(_core.number(softcap, "softcap")),
     }
 
 
@@ -384,5 +411,5 @@ def _scale(name: str, scale: Array | float | None) -> tuple[Array | None, int]:
     return scale, getattr(scale, "ndim", 0)
 
 
-def _integer(value: int | None) -> np.int64 | None:
-    return None if value is None else np.int64(value)
+def _integer(value: int | None, name: str) -> np.int64 | None:
+    return None if value is None else np.int64(_core.integer(value, name))
