@@ -118,7 +118,8 @@ class TileSource(Protocol):
     """What a user writes to fetch KV blocks from anywhere: a file, a network, a compressed store.
 
     A class with these two methods is a source; it need not inherit from this one. Its functions are called
-    from the `StreamingAttention`'s own threads, several at a time. An attribute ``name`` is what errors call
+    from the `StreamingAttention`'s own threads, several at a time; they can call anything but its `attend`,
+    `prefetch` and `discard`. An attribute ``name`` is what errors call
     it (by default the name of its class). A method ``pin(blocks)``, where there is one, is called before the
     blocks are read, and what it returns is kept until they are no longer needed: free or overwrite no block
     while that object lives.

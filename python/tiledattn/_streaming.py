@@ -84,7 +84,11 @@ class StreamingAttention:
     Notes
     -----
     One object for each thread is safe; calls of one object from several threads run one after the other. It
-    cannot be captured in a CUDA graph: it waits for its sources.
+    cannot be captured in a CUDA graph: it waits for its sources. A source or a signal handler that calls
+    `attend`, `prefetch` or `discard` of the object whose call it is in the middle of gets a ValueError.
+
+    After ``os.fork`` the child can use an object on the CPU, without what was prefetched. An object that
+    another thread was using at the time raises a ValueError there.
 
     Examples
     --------

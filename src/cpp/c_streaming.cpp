@@ -226,7 +226,6 @@ tiledattn_status tiledattn_streaming_attend(tiledattn_streaming* streaming,
     call.on_error = from.partial ? OnTileError::partial : OnTileError::raise;
     call.return_state = result != nullptr;
     if (from.partial) required(result, "result");
-    self.missing.clear();
     try {
       AttendResult attended = self.object.attend(call, to_stream(stream));
       self.missing = std::move(attended.errors);
@@ -234,7 +233,7 @@ tiledattn_status tiledattn_streaming_attend(tiledattn_streaming* streaming,
       result->num_missing = static_cast<std::int64_t>(self.missing.size());
       result->state = new tiledattn_state{std::move(*attended.state)};
     } catch (const TileError& error) {
-      self.missing.push_back(error);
+      self.missing = {error};
       throw;
     }
   });

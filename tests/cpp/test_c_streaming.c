@@ -55,12 +55,17 @@ typedef struct Reads {
   int64_t bad_result; /* what read returns for a tile that holds it */
   int pinned, unpinned, destroyed, refuse_pins;
   tiledattn_streaming* to_cancel;
+  tiledattn_streaming* to_discard; /* which read cannot do */
+  int refused;
 } Reads;
 
 static int64_t read_blocks(void* user, const int64_t* blocks, int64_t count, void* data,
                            int64_t bytes) {
-  const Reads* reads = user;
+  Reads* reads = user;
   int64_t i;
+  if (reads->to_discard && blocks[0] == tables[0][0] && /* in one thread */
+      tiledattn_streaming_discard(reads->to_discard) == TILEDATTN_VALUE_ERROR)
+    reads->refused = 1;
   if (reads->to_cancel) tiledattn_streaming_cancel(reads->to_cancel, NULL);
   for (i = 0; i < count; ++i) {
     if (blocks[i] == reads->bad_block) return reads->bad_result;
@@ -88,7 +93,7 @@ static tiledattn_source* make_reads(Reads* reads) {
   tiledattn_geometry geometry = {0};
   tiledattn_source_calls calls = {0};
   tiledattn_source* source = NULL;
-  const Reads none = {-1, 0, 0, 0, 0, 0, NULL};
+  const Reads none = {-1, 0, 0, 0, 0, 0, NULL, NULL, 0};
   *reads = none;
   geometry.num_blocks = kBlocks;
   geometry.block_size = kBlockSize;
@@ -337,6 +342,11 @@ static void test_ahead_and_cancel(void) {
               "cancelled", "unchanged");
   CHECK(untouched(got));
   reads.to_cancel = NULL;
+  reads.to_discard = streaming;
+  CHECK_OK(attend(streaming, sequences.all, NULL, 0, NULL, got));
+  CHECK(memcmp(got, tiles, sizeof got) == 0);
+  CHECK(reads.refused);
+  reads.to_discard = NULL;
   CHECK_OK(tiledattn_streaming_prefetch(streaming, sequences.all, kSeqs, 1, NULL, NULL));
   tiledattn_source_destroy(source); /* what is prefetched keeps the source */
   CHECK(reads.destroyed == 0);

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream/read_threads.h"
 
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <thread>
 #include <utility>
 
 namespace tiledattn {
@@ -28,34 +33,68 @@ void ReadBatch::wait() const {
   all_done_.wait(lock, [&] { return left_ == 0; });
 }
 
+struct ReadThreads::Crew {
+  void work();
+
+  const pid_t process = getpid();
+  std::mutex mutex;
+  std::condition_variable posted;
+  std::deque<ReadJob> jobs;  // no more than the launches of a ring have
+  bool ending = false;
+  std::vector<std::thread> threads;
+};
+
+namespace {
+/// The crew that the thread belongs to.
+thread_local const void* crew_of_thread = nullptr;
+}  // namespace
+
+ReadThreads::ReadThreads(std::int64_t num_threads)
+    : num_threads_(num_threads), crew_(std::make_unique<Crew>()) {}
+
 ReadThreads::~ReadThreads() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ending_ = true;
+  if (!crew_is_here()) {
+    static_cast<void>(crew_.release());
+    return;
   }
-  posted_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  {
+    const std::lock_guard<std::mutex> lock(crew_->mutex);
+    crew_->ending = true;
+  }
+  crew_->posted.notify_all();
+  for (std::thread& thread : crew_->threads) thread.join();
 }
+
+bool ReadThreads::includes_this_thread() const { return crew_of_thread == crew_.get(); }
+
+bool ReadThreads::crew_is_here() const { return crew_->process == getpid(); }
 
 void ReadThreads::post(ReadJob job) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    while (static_cast<std::int64_t>(threads_.size()) < num_threads_)
-      threads_.emplace_back([this] { work(); });
-    jobs_.push_back(std::move(job));
+  if (!crew_is_here()) {
+    auto fresh = std::make_unique<Crew>();
+    static_cast<void>(crew_.release());
+    crew_ = std::move(fresh);
   }
-  posted_.notify_one();
+  Crew& crew = *crew_;
+  {
+    const std::lock_guard<std::mutex> lock(crew.mutex);
+    while (static_cast<std::int64_t>(crew.threads.size()) < num_threads_)
+      crew.threads.emplace_back([&crew] { crew.work(); });
+    crew.jobs.push_back(std::move(job));
+  }
+  crew.posted.notify_one();
 }
 
-void ReadThreads::work() {
+void ReadThreads::Crew::work() {
+  crew_of_thread = this;
   for (;;) {
     ReadJob job;
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      posted_.wait(lock, [&] { return ending_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
+      std::unique_lock<std::mutex> lock(mutex);
+      posted.wait(lock, [&] { return ending || !jobs.empty(); });
+      if (jobs.empty()) return;
+      job = std::move(jobs.front());
+      jobs.pop_front();
     }
     const auto begin = std::chrono::steady_clock::now();
     ReadOutcome outcome;

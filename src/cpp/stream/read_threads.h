@@ -5,13 +5,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include "tiledattn/tile_source.h"
@@ -60,22 +57,24 @@ struct ReadJob {
 /// Threads that start with the first request, and end when what was posted is done.
 class ReadThreads {
  public:
-  explicit ReadThreads(std::int64_t num_threads) : num_threads_(num_threads) {}
+  explicit ReadThreads(std::int64_t num_threads);
   ~ReadThreads();
   ReadThreads(const ReadThreads&) = delete;
   ReadThreads& operator=(const ReadThreads&) = delete;
 
   void post(ReadJob job);
+  /// Is the caller one of these threads, inside a read()?
+  bool includes_this_thread() const;
 
  private:
-  void work();
+  struct Crew;  // the threads, and what they share
+
+  /// The child of a fork has none of the threads, but perhaps what they had locked: it leaves the
+  /// crew as it is, undestroyed, and starts its own.
+  bool crew_is_here() const;
 
   std::int64_t num_threads_;
-  std::mutex mutex_;
-  std::condition_variable posted_;
-  std::deque<ReadJob> jobs_;  // no more than the launches of a ring have
-  bool ending_ = false;
-  std::vector<std::thread> threads_;
+  std::unique_ptr<Crew> crew_;
 };
 
 }  // namespace tiledattn

@@ -3,18 +3,22 @@
 // tile_fetcher.h's; the tiles are folded by a TiledAttention whose state nobody else sees.
 #include "tiledattn/streaming.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <deque>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "backend.h"
 #include "check_tensor.h"
 #include "checks.h"
 #include "stream/block_runs.h"
+#include "stream/call_lock.h"
 #include "stream/stream_plan.h"
 #include "stream/tile_fetcher.h"
 
@@ -81,6 +85,27 @@ struct StreamingAttention::Impl {
       drop_all();
     } catch (...) {  // a device that has failed: there is nothing left to wait for
     }
+  }
+
+  // ---- Calls ----
+
+  /// False in the child of a fork until its first call: nothing is under way there.
+  bool here() const { return process == getpid(); }
+
+  /// Waits for the calls of other threads. A call that would wait for itself is refused.
+  std::unique_lock<CallLock> enter() {
+    if (fetcher.in_read()) {
+      throw ValueError(
+          "StreamingAttention: called by the read() of a source that the same object waits for; "
+          "use another object there");
+    }
+    std::unique_lock<CallLock> turn(call_lock);
+    if (!here()) {
+      for (TileSlot& slot : fetcher.slots()) fetcher.abandon_reads(slot);
+      drop_all();
+      process = getpid();
+    }
+    return turn;
   }
 
   // ---- Fetching ahead ----
@@ -176,7 +201,9 @@ struct StreamingAttention::Impl {
 
   void stop_if_asked(const AttendArgs& args) const {
     if (args.poll) args.poll();
-    if (cancelled) throw CancelledError("attend was cancelled; out, lse and state are unchanged");
+    if (!here()) CallLock::refuse_forked();  // by poll
+    if (phase == Phase::cancelled)
+      throw CancelledError("attend was cancelled; out, lse and state are unchanged");
   }
 
   /// Check q, out and lse as the calls at the end will; returns the query tokens of a sequence.
@@ -315,7 +342,7 @@ struct StreamingAttention::Impl {
   /// Make what was counted since the last call visible to stats().
   void publish_stats() {
     const StreamStats fetched = fetcher.take_stats();
-    const std::lock_guard<std::mutex> lock(stats_mutex);
+    const auto lock = lock_stats();
     published.calls += stats.calls;
     published.launches += stats.launches;
     published.failed_tiles += fetched.failed_tiles;
@@ -328,6 +355,12 @@ struct StreamingAttention::Impl {
     stats = {};
   }
 
+  /// Nobody else looks at them in the child of a fork, where a thread that is no more may have
+  /// locked them.
+  std::unique_lock<std::mutex> lock_stats() {
+    return here() ? std::unique_lock<std::mutex>(stats_mutex) : std::unique_lock<std::mutex>();
+  }
+
   TiledAttentionDims dims;
   Device device;
   const Backend& backend;
@@ -336,31 +369,24 @@ struct StreamingAttention::Impl {
   TileFetcher fetcher;
   TiledAttention work;  // its state is private until every tile is in
 
-  std::mutex mutex;                       // one attend or prefetch at a time
+  CallLock call_lock;                     // for all down to stats
+  std::atomic<pid_t> process = getpid();  // whose threads and calls there are
   std::deque<std::shared_ptr<Job>> jobs;  // the one attended to, then what is prefetched
   std::int64_t begun = 0;                 // launches that have got a slot, since the beginning
   std::int64_t taken = 0;                 // of these, launches that are folded or dropped
   std::optional<Stream> last_stream;
   StreamStats stats;  // of the call under way
 
-  std::mutex cancel_mutex;
-  bool running = false;
-  std::atomic<bool> cancelled = false;
+  enum class Phase : std::uint8_t { idle, running, cancelled };
+  std::atomic<Phase> phase = Phase::idle;  // of attend
   std::mutex stats_mutex;
   StreamStats published;
 };
 
 /// Says that an attend is under way, for cancel().
 struct StreamingAttention::Running {
-  explicit Running(Impl& owner) : impl(owner) {
-    const std::lock_guard<std::mutex> lock(impl.cancel_mutex);
-    impl.running = true;
-    impl.cancelled = false;
-  }
-  ~Running() {
-    const std::lock_guard<std::mutex> lock(impl.cancel_mutex);
-    impl.running = false;
-  }
+  explicit Running(Impl& owner) : impl(owner) { impl.phase = Impl::Phase::running; }
+  ~Running() { impl.phase = Impl::Phase::idle; }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
   Impl& impl;
@@ -370,13 +396,28 @@ StreamingAttention::StreamingAttention(const TiledAttentionDims& dims, Device de
                                        const ScoreOptions& score, const StreamOptions& options)
     : impl_(std::make_unique<Impl>(dims.validated(), device, score, options)) {}
 
-StreamingAttention::~StreamingAttention() = default;
+StreamingAttention::~StreamingAttention() {
+  if (!impl_) return;
+  if (!impl_->here()) {
+    // What a child of a fork has not used may be locked by threads that it does not have.
+    static_cast<void>(impl_.release());
+  } else if (impl_->fetcher.in_read()) {
+    // A source dropped the last reference, in a read that the end waits for.
+    std::thread([ended = std::move(impl_)] {}).detach();
+  }
+}
+
 StreamingAttention::StreamingAttention(StreamingAttention&&) noexcept = default;
-StreamingAttention& StreamingAttention::operator=(StreamingAttention&&) noexcept = default;
+
+StreamingAttention& StreamingAttention::operator=(StreamingAttention&& other) noexcept {
+  StreamingAttention former(std::move(other));
+  std::swap(impl_, former.impl_);
+  return *this;
+}
 
 AttendResult StreamingAttention::attend(const AttendArgs& args, Stream stream) {
   Impl& self = *impl_;
-  const std::lock_guard<std::mutex> lock(self.mutex);
+  const auto turn = self.enter();
   StreamRequest request = self.check(args, stream);
   const Running running(self);
   const Clock::time_point begin = Clock::now();
@@ -387,7 +428,7 @@ AttendResult StreamingAttention::attend(const AttendArgs& args, Stream stream) {
     self.publish_stats();
     return result;
   } catch (...) {
-    self.drop_all();
+    if (self.here()) self.drop_all();
     self.stats.seconds += seconds_since(begin);
     self.publish_stats();
     throw;
@@ -397,7 +438,7 @@ AttendResult StreamingAttention::attend(const AttendArgs& args, Stream stream) {
 bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t q_len,
                                   const std::vector<std::int64_t>& q_positions) {
   Impl& self = *impl_;
-  const std::lock_guard<std::mutex> lock(self.mutex);
+  const auto turn = self.enter();
   if (q_len < 1 || q_len > self.dims.max_q_len) {
     refuse("q_len", std::to_string(q_len),
            "1 to dims.max_q_len = " + std::to_string(self.dims.max_q_len));
@@ -412,15 +453,17 @@ bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t
 }
 
 void StreamingAttention::discard() {
-  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  if (!impl_->here()) return;
+  const auto turn = impl_->enter();
   impl_->drop_all();
   impl_->publish_stats();
 }
 
 bool StreamingAttention::cancel() {
-  const std::lock_guard<std::mutex> lock(impl_->cancel_mutex);
-  if (impl_->running) impl_->cancelled = true;
-  return impl_->running;
+  using Phase = Impl::Phase;
+  if (!impl_->here()) return false;
+  Phase phase = Phase::running;
+  return impl_->phase.compare_exchange_strong(phase, Phase::cancelled) || phase != Phase::idle;
 }
 
 const TiledAttentionDims& StreamingAttention::dims() const { return impl_->dims; }
@@ -428,12 +471,12 @@ Device StreamingAttention::device() const { return impl_->device; }
 const StreamOptions& StreamingAttention::options() const { return impl_->stream_options; }
 
 StreamStats StreamingAttention::stats() const {
-  const std::lock_guard<std::mutex> lock(impl_->stats_mutex);
+  const auto lock = impl_->lock_stats();
   return impl_->published;
 }
 
 void StreamingAttention::reset_stats() {
-  const std::lock_guard<std::mutex> lock(impl_->stats_mutex);
+  const auto lock = impl_->lock_stats();
   impl_->published = {};
 }
 

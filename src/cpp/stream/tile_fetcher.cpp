@@ -400,6 +400,11 @@ void TileFetcher::drain(TileSlot& slot) {
   release(slot);
 }
 
+void TileFetcher::abandon_reads(TileSlot& slot) const {
+  // Not even destroyed: its mutex may be locked by a thread that the child does not have.
+  if (slot.reads) new std::shared_ptr<ReadBatch>(std::move(slot.reads));
+}
+
 StreamStats TileFetcher::take_stats() { return std::exchange(stats_, {}); }
 
 }  // namespace tiledattn

@@ -77,6 +77,10 @@ class TileFetcher {
   void release(TileSlot& slot);
   /// Wait for all that is under way in the slot, wanted or not.
   void drain(TileSlot& slot);
+  /// In the child of a fork: nobody reads into the slot any more.
+  void abandon_reads(TileSlot& slot) const;
+  /// Is the caller inside a read() that was asked for here?
+  bool in_read() const { return readers_.includes_this_thread(); }
 
   std::vector<TileSlot>& slots() { return slots_; }
   const CopyQueue& queue() const { return *queue_; }

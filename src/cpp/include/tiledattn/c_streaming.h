@@ -50,8 +50,9 @@ typedef struct tiledattn_geometry {
   const double* v_scale;
 } tiledattn_geometry;
 
-/* A source of your own. Threads of the library call the functions, several at once; of this library
- * they may call tiledattn_streaming_cancel alone. */
+/* A source of your own. Threads of the library call the functions, several at once. They may call
+ * this library, but for the attend, prefetch and discard of the streaming that called them, which
+ * give TILEDATTN_VALUE_ERROR there. */
 typedef struct tiledattn_source_calls {
   const char* name; /* what errors call it; NULL: "source" */
   void* user;       /* given to each function */
@@ -157,8 +158,8 @@ typedef struct tiledattn_missing_tile {
   char message[512]; /* names the source */
 } tiledattn_missing_tile;
 
-/* Tile `index` of those that the last attend could not have; TILEDATTN_INDEX_ERROR past the last.
- */
+/* Tile `index` of those that the last attend with TILEDATTN_OK or TILEDATTN_TILE_ERROR could not
+ * have; TILEDATTN_INDEX_ERROR past the last. */
 TILEDATTN_API tiledattn_status tiledattn_streaming_missing(const tiledattn_streaming* streaming,
                                                            int64_t index,
                                                            tiledattn_missing_tile* tile);

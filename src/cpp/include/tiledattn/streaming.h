@@ -94,6 +94,11 @@ struct TILEDATTN_API StreamStats {
 /// Attention over KV in host memory, on another GPU or in any TileSource. Tiles of
 /// dims.tile_capacity blocks of a sequence pass through a ring of scratch memory and are folded by
 /// a TiledAttention in the order of keys: the same bits as the same tiles folded by hand.
+///
+/// One call at a time: those of other threads wait, those that the thread makes in the middle of
+/// its own (in a source or in poll) throw ValueError, but for cancel() and stats(). A process may
+/// fork. On the CPU its child can use the object too, unless another thread was in a call of it:
+/// then attend() and prefetch() throw ValueError there.
 class TILEDATTN_API StreamingAttention {
  public:
   explicit StreamingAttention(const TiledAttentionDims& dims, Device device = default_device(),

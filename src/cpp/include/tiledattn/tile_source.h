@@ -114,7 +114,8 @@ class TILEDATTN_API TileSource {
   /// The run of the pools' memory that holds `address`.
   virtual SourceRun run_at(const void* address) const;
   /// Fill the memory, with one plane's bytes for each block; return the number of bytes that were
-  /// filled. Blocks the calling thread, which is one of the StreamingAttention's own.
+  /// filled. Blocks the calling thread, which is one of the StreamingAttention's own: attend(),
+  /// prefetch() and discard() of the same object throw ValueError there.
   virtual std::int64_t read(const TileRead& request);
 };
 
