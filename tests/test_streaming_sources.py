@@ -47,6 +47,25 @@ def test_an_error_of_a_source_comes_with_its_cause(device):
     assert (error.wanted_bytes, error.got_bytes) == (wanted, None)
 
 
+def test_text_that_is_no_utf8_stands_in_messages(cpu):
+    """Half of a surrogate pair, as in the name of a file that is not UTF-8."""
+    data = LONG.make("float32")
+    source = make_source("read", cpu, data)
+    source.name = "kv\udc80.bin"
+    source.before_read = fail_at(data.block_table[3][7], GoneError("no kv\udc81"))
+    with pytest.raises(
+        ta.TileError, match=r"source 'kv\\udc80.bin', .*, got GoneError: no kv\\udc81"
+    ) as raised:
+        attend(cpu, make_streaming(cpu, data), data, sequences_of(data, source))
+    assert raised.value.__cause__.args == ("no kv\udc81",)
+    assert ta.PoolSource(data.k_pool, data.v_pool, name="\udc80").name == r"\udc80"
+    sizes = {"num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(ValueError, match=r"dtype: got '\\udc80'"):
+        ta.TileGeometry(**sizes, dtype="\udc80")
+    with pytest.raises(ValueError, match=r"layout: got '\\udc80'"):
+        ta.TileGeometry(**sizes, dtype="float32", layout="\udc80")
+
+
 @pytest.mark.parametrize("by", [1, 4096, -8])
 def test_a_count_that_is_not_the_buffers_is_an_error(device, by):
     data, source, streaming, sequences = small(device)

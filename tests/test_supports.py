@@ -126,6 +126,18 @@ def test_device_names(name, cpu):
     assert name in str(caught.value)
 
 
+def test_what_is_no_device_and_no_type(cpu):
+    for number in (3, True, 0.0, np.int64(0)):
+        with pytest.raises(TypeError, match=r"^device: expected a str, .* got .*(int|bool|float)"):
+            ta.Workspace(number)
+    for text in ("\udc80", "cuda:\udc80"):
+        with pytest.raises(ValueError, match=r"device: got .*\\udc80"):
+            ta.Workspace(text)
+    with pytest.raises(ValueError, match=r"dtype: got .*\\udc80"):
+        ta.supports("flash_attention", device="cpu", dtype="\udc80")
+    assert ta.Workspace(np.str_("cpu")).device == "cpu"
+
+
 def test_scratch_pool_views_errors(cpu):
     with pytest.raises(ValueError, match=r"pool.*\[4, 3, 2, 8, 16\]|pool.*3"):
         ta.scratch_pool_views(np.zeros((4, 3, 2, 8, 16), np.float32))

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "array_type.h"
 
-#include <nanobind/stl/string.h>
-
 #include <cstdlib>
 #include <deque>
 #include <string>
 #include <vector>
+
+#include "scalar_arg.h"
 
 namespace nb = nanobind;
 
@@ -35,7 +35,7 @@ bool is_subclass_of(nb::handle type, const char* module, const char* name) {
 
 /// "jaxlib" for a type of jaxlib._jax.
 std::string root_module(nb::handle type) {
-  const std::string module = nb::cast<std::string>(nb::str(nb::handle(type.attr("__module__"))));
+  const std::string module = text_of(type.attr("__module__"));
   return module.substr(0, module.find('.'));
 }
 
@@ -80,7 +80,7 @@ PyObject* plain_dtype(const char* name) {
 }
 
 NumpyDtype look_at_dtype(nb::handle dtype) {
-  const std::string name = nb::cast<std::string>(nb::str(nb::handle(dtype.attr("name"))));
+  const std::string name = text_of(dtype.attr("name"));
   if (name == "bfloat16") return {true, DType::bfloat16, plain_dtype("uint16")};
   if (name == "float8_e4m3fn") return {true, DType::float8_e4m3fn, plain_dtype("uint8")};
   return {};

@@ -2,7 +2,6 @@
 #include "python_source.h"
 
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
 
 #include <cstring>
 #include <utility>
@@ -25,8 +24,8 @@ std::shared_ptr<void> shared_reference(nb::handle object) {
 }
 
 std::string summary(const nb::python_error& error) {
-  const std::string type = nb::cast<std::string>(nb::str(error.type().attr("__name__")));
-  const std::string text = nb::cast<std::string>(nb::str(error.value()));
+  const std::string type = text_of(error.type().attr("__name__"));
+  const std::string text = text_of(error.value());
   return text.empty() ? type : type + ": " + text;
 }
 

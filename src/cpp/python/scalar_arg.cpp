@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "scalar_arg.h"
 
-#include <nanobind/stl/string.h>
-
 #include "tiledattn/error.h"
 
 namespace nb = nanobind;
@@ -15,9 +13,21 @@ namespace {
   throw TypeError(std::string(name) + ": expected " + expected + ", got " + type_name_of(value));
 }
 
-std::string text_of(nb::handle value) { return nb::cast<std::string>(nb::str(value)); }
+/// A str as UTF-8; what that has no bytes for, halves of surrogate pairs, as "\\udc80".
+std::string utf8_of(nb::handle text) {
+  Py_ssize_t size = 0;
+  const char* const utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (utf8) return {utf8, static_cast<std::size_t>(size)};
+  PyErr_Clear();
+  PyObject* const encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace");
+  if (!encoded) throw nb::python_error();
+  const nb::bytes bytes = nb::steal<nb::bytes>(encoded);
+  return {bytes.c_str(), bytes.size()};
+}
 
 }  // namespace
+
+std::string text_of(nb::handle value) { return utf8_of(nb::str(value)); }
 
 std::string type_name_of(nb::handle object) {
   const nb::handle type = object.type();
@@ -75,7 +85,14 @@ std::optional<double> optional_number_arg(nb::handle value, const char* name) {
 
 std::string text_arg(nb::handle value, const char* name) {
   if (!PyUnicode_Check(value.ptr())) refuse_type(value, name, "a str");
-  return nb::cast<std::string>(value);
+  return utf8_of(value);
+}
+
+std::vector<std::int64_t> integers_arg(nb::list values, const char* name) {
+  std::vector<std::int64_t> integers;
+  integers.reserve(nb::len(values));
+  for (const nb::handle value : values) integers.push_back(integer_arg(value, name));
+  return integers;
 }
 
 Window window_arg(nb::handle value) {
@@ -94,6 +111,8 @@ Window window_arg(nb::handle value) {
 
 Device device_arg(nb::handle value) {
   if (value.is_none()) return default_device();
+  if (!PyUnicode_Check(value.ptr()) && PyNumber_Check(value.ptr()))
+    refuse_type(value, "device", "a str, such as \"cuda:1\", or a framework's device");
   return parse_device(text_of(value));
 }
 

@@ -24,7 +24,7 @@ namespace {
 std::string message_of(const nb::python_error& error) {
   const bool is_refusal = error.matches(PyExc_Exception) && !error.matches(PyExc_MemoryError);
   if (!is_refusal) throw error;
-  return nb::cast<std::string>(nb::str(error.value()));
+  return text_of(error.value());
 }
 
 [[noreturn]] void refuse_export(const nb::python_error& error, nb::handle array, const char* name) {
