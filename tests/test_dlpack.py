@@ -456,6 +456,15 @@ def test_views_are_live_and_outlive_the_object(device):
     compare.same_bits(tuple(map(device.numpy, (m, l, o))), kept)
 
 
+@pytest.mark.parametrize("wrong", ["x", 3, (1,), (1, 0, 0), ("x", 0), (1, "x")], ids=str)
+@pytest.mark.parametrize("argument", ["dl_device", "max_version"])
+def test_views_name_the_argument_of_dlpack_that_is_wrong(cpu, argument, wrong):
+    view = calls.make_attention(cpu, cases.Tiled("", cases.Paged("")).make("float32")).m
+    with pytest.raises(TypeError, match=f"^{argument}: expected"):
+        view.__dlpack__(**{argument: wrong})
+    assert view.__dlpack__(dl_device=(1, 0), max_version=(1, 0)) is not None
+
+
 def test_views_by_dlpack_on_the_cpu(cpu):
     torch = pytest.importorskip("torch")
     data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9))).make("float32")

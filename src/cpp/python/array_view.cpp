@@ -86,6 +86,19 @@ nb::object export_tensor(const Tensor& tensor, std::shared_ptr<void> owner, bool
   return make_capsule(std::move(managed), std::move(exported), "dltensor_versioned");
 }
 
+/// Two integers.
+std::pair<std::int64_t, std::int64_t> pair_arg(nb::handle value, const char* name,
+                                               const char* expected) {
+  const bool is_sequence = PyTuple_Check(value.ptr()) || PyList_Check(value.ptr());
+  if (!is_sequence || nb::len(value) != 2) {
+    throw TypeError(std::string(name) + ": expected None or " + expected + ", got " +
+                    text_of(nb::repr(value)));
+  }
+  const nb::object first = value[0];
+  const nb::object second = value[1];
+  return {integer_arg(first, name), integer_arg(second, name)};
+}
+
 /// The consumer's stream; nothing when it wants no ordering.
 std::optional<Stream> consumer_stream(nb::handle stream, Device device) {
   if (device.is_cpu()) {
@@ -105,11 +118,9 @@ std::optional<Stream> consumer_stream(nb::handle stream, Device device) {
 
 Device wanted_device(nb::handle dl_device, Device own) {
   if (dl_device.is_none()) return own;
-  const auto [kind, index] = nb::cast<std::pair<nb::object, nb::object>>(dl_device);
-  const std::int64_t type = integer_arg(kind, "dl_device");
+  const auto [type, index] = pair_arg(dl_device, "dl_device", "(device type, device id)");
   if (type == dlpack::kCpu) return {DeviceKind::cpu, 0};
-  if (std::pair(static_cast<std::int32_t>(type),
-                static_cast<std::int32_t>(integer_arg(index, "dl_device"))) == dlpack_device(own)) {
+  if (std::pair<std::int64_t, std::int64_t>(dlpack_device(own)) == std::pair(type, index)) {
     return own;
   }
   throw nb::buffer_error(
@@ -163,7 +174,7 @@ nb::object ArrayView::dlpack(nb::handle stream, nb::handle max_version, nb::hand
   }
   bool versioned = false;
   if (!max_version.is_none()) {
-    versioned = nb::cast<std::pair<std::int64_t, std::int64_t>>(max_version).first >= 1;
+    versioned = pair_arg(max_version, "max_version", "(major, minor)").first >= 1;
   }
 
   ArrayView source = *this;
