@@ -392,6 +392,15 @@ def test_more_memory_than_there_is(max_seqs, device):
     calls.run_tiled(device, cases.Tiled("", cases.Paged("")).make("float32"))
 
 
+@pytest.mark.parametrize("beyond", [1, 255, 4351])
+def test_a_workspace_larger_than_numbers(cpu, beyond):
+    """Its counters stand behind it, and their end has to be a number too."""
+    largest = 2**63 - 4096 - 256
+    _refused(ValueError, ["nbytes", largest + beyond, largest], ta.Workspace, "cpu", largest + beyond)
+    with pytest.raises(MemoryError, match=rf"could not allocate {largest + 4096} bytes"):
+        ta.Workspace("cpu", largest)
+
+
 def test_window_needs_positions(cpu):
     data = cases.Tiled("", cases.Paged("", seq_lens=(40, 9), score=cases.Score(True, (5, 0)))).make("float32")
     attn = calls.make_attention(cpu, data)

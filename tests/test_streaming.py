@@ -246,6 +246,16 @@ def test_wrong_sources_are_named(cpu):
             ta.StreamSequence(8, ta.KvPart(source, wrong))
     with pytest.raises(ValueError, match=r"block_size: got \d+; expected blocks of less than 1e18 elements"):
         ta.TileGeometry(num_blocks=1, block_size=2**55, num_kv_heads=3, head_dim=255, dtype="float16")
+    for many in (2**62, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"num_blocks: got {many}; expected less than 1e18 elements"):
+            ta.TileGeometry(num_blocks=many, block_size=16, num_kv_heads=2, head_dim=8, dtype="float32")
+    beyond = np.array([0, 2**64 - 1], np.uint64)
+    with pytest.raises(
+        IndexError, match=r"parts\[0\].blocks: got block 18446744073709551615; expected a block"
+    ):
+        ta.StreamSequence(8, ta.KvPart(source, beyond))
+    with pytest.raises(IndexError, match="blocks: got block 18446744073709551615; expected a block"):
+        ta.PoolSource(data.k_pool, data.v_pool).evict(beyond)
     with pytest.raises(TypeError, match="parts: expected a KvPart or several, got ReadSource"):
         ta.StreamSequence(8, source)
     with pytest.raises(ValueError, match="head_dim: got head dimension 300"):

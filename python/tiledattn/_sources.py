@@ -381,6 +381,8 @@ def _block_ids(blocks: Any, name: str) -> BlockIds:
         raise TypeError(f"{name}: expected integers, got {ids.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"{name}: got {ids.ndim} dimensions; expected a list of block ids")
+    if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
+        raise IndexError(f"{name}: got block {ids.max()}; expected a block of the source")
     return ids.astype(np.int64)
 
 

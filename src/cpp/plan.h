@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "problem.h"
 
@@ -64,6 +65,10 @@ constexpr std::int64_t kWorkspaceCounters = 1024;
 constexpr std::int64_t workspace_counters_offset(std::int64_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
+
+/// With its counters it still has a number of bytes.
+constexpr std::int64_t kLargestWorkspace =
+    (std::numeric_limits<std::int64_t>::max() - kWorkspaceCounters * 4) / 256 * 256;
 
 /// Floats before the columns of a partial result of cuda_decode_sm90: m, l and two that hold
 /// nothing.

@@ -2,6 +2,7 @@
 #include "tiledattn/tensor.h"
 
 #include <charconv>
+#include <cstdint>
 
 #include "tiledattn/error.h"
 
@@ -63,10 +64,10 @@ Tensor make_tensor(void* data, DType dtype, Device device,
       throw ValueError("make_tensor: at most 6 dimensions are supported");
     tensor.shape[tensor.rank++] = size;
   }
-  std::int64_t stride = 1;
+  std::uint64_t stride = 1;  // unsigned, to overflow quietly: calls refuse such a shape
   for (int i = tensor.rank - 1; i >= 0; --i) {
-    tensor.strides[i] = stride;
-    stride *= tensor.shape[i];
+    tensor.strides[i] = static_cast<std::int64_t>(stride);
+    stride *= static_cast<std::uint64_t>(tensor.shape[i]);
   }
   return tensor;
 }

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "backend.h"
+#include "check_tensor.h"
 #include "default_workspace.h"
 #include "plan.h"
 #include "tiledattn/error.h"
@@ -18,7 +19,9 @@ Buffer::Buffer(Device device, std::int64_t bytes) : bytes_(bytes), device_(devic
 }
 
 Workspace::Workspace(Device device, std::int64_t bytes) {
-  if (bytes < 1) throw ValueError("nbytes: got " + std::to_string(bytes) + "; expected 1 or more");
+  if (bytes < 1) refuse("nbytes", std::to_string(bytes), "1 or more");
+  if (bytes > kLargestWorkspace)
+    refuse("nbytes", std::to_string(bytes), "at most " + std::to_string(kLargestWorkspace));
   bytes_ = bytes;
   buffer_ = Buffer(device, workspace_counters_offset(bytes) + kWorkspaceCounters * 4);
 }

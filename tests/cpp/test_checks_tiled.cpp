@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every refusal of every argument of TiledAttention and State.
 #include "refusals.h"
+#include "tiledattn/tile_source.h"
 
 using namespace tiledattn;
 using namespace test;
@@ -308,5 +309,11 @@ TEST(state_refusals) {
   CHECK_THROWS(TypeError, a.finalize(of_type(out, DType::int32), lse), "out", "int32", "float32");
   for (const float value : download(out).values) CHECK(value == 7);
   CHECK_THROWS(ValueError, Workspace(kCpu, 0), "0", "1 or more");
+  CHECK_THROWS(ValueError, Workspace(kCpu, INT64_MAX), "nbytes", "9223372036854775807",
+               "at most 9223372036854771456");
+  CHECK_THROWS(MemoryError, Workspace(kCpu, 9223372036854771456), "9223372036854775552 bytes");
   CHECK_THROWS(MemoryError, Buffer(kCpu, std::int64_t{1} << 60), "cpu", "1152921504606846976");
+  const TileSizes sizes{std::int64_t{1} << 62, 16, 2, 8, 8, DType::float32};
+  CHECK_THROWS(ValueError, TileGeometry::packed(sizes, BlockLayout::hnd), "num_blocks",
+               "4611686018427387904", "1e18");
 }

@@ -68,6 +68,10 @@ TileGeometry TileGeometry::packed(const TileSizes& sizes, BlockLayout layout) {
                        static_cast<double>(sizes.head_dim + g.sizes.head_dim_v);
   if (block > 1e18)
     refuse("block_size", std::to_string(sizes.block_size), "blocks of less than 1e18 elements");
+  if (block * static_cast<double>(sizes.num_blocks) > 1e18) {
+    refuse("num_blocks", std::to_string(sizes.num_blocks),
+           "less than 1e18 elements in all blocks together");
+  }
   const Tensor named =
       make_tensor(nullptr, sizes.dtype, {},
                   {sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, sizes.head_dim});
