@@ -371,6 +371,9 @@ def test_merge_states_takes_one_state_or_more(cpu):
     for bad in (None, 1, attn):
         _refused(TypeError, ["states[1]", "State", type(bad).__name__], ta.merge_states, [state, bad])
     _refused(TypeError, ["states[0]", "State", "str"], ta.merge_states, "ab")
+    bare = object.__new__(ta.State)
+    _refused(TypeError, ["states[1]", "State", "nothing"], ta.merge_states, [state, bare])
+    _refused(TypeError, ["state", "State", "nothing"], attn.load_state, bare)
     assert ta.merge_states(iter([state, state])).num_seqs == 0
 
 

@@ -17,8 +17,10 @@ from arrays import NP_DTYPE
 from streamed import (
     LONG,
     TILE,
+    GoneError,
     ReadSource,
     attend,
+    fail_at,
     make_source,
     make_streaming,
     sequences_of,
@@ -203,13 +205,19 @@ def test_no_sequences_at_all(device):
     [
         ({"sequences": lambda s: s[:-1]}, ValueError, "q: got 5 sequences; expected 4"),
         ({"sequences": lambda s: s[0]}, TypeError, "sequences: expected a list"),
+        ({"sequences": lambda s: 5}, TypeError, "sequences: expected a list of StreamSequence, got int"),
         ({"sequences": lambda s: [*s[:-1], None]}, TypeError, r"sequences\[4\]: expected a StreamSequence"),
         ({"sequences": lambda s: s + s}, ValueError, "sequences: got 10; expected at most"),
         ({"q_positions": [1, 2]}, ValueError, "q_positions: got 2 numbers; expected 5"),
         ({"q_positions": [1, 2, 3, -1, 5]}, ValueError, r"q_positions\[3\]: got -1"),
+        ({"q_positions": []}, ValueError, "q_positions: got 0 numbers; expected 5"),
+        ({"q_positions": [2**63] * 5}, ValueError, "q_positions: got 9223372036854775808; expected a 64-bit"),
+        ({"q_positions": [-(2**70)] * 5}, ValueError, f"q_positions: got -{2**70}; expected a 64-bit number"),
+        ({"q_positions": [None] * 5}, TypeError, "q_positions: expected an int, got NoneType"),
         ({"q_positions": [0.5] * 5}, TypeError, "q_positions: expected integers"),
         ({"on_error": "ignore"}, ValueError, "on_error: got 'ignore'; expected 'raise' or 'partial'"),
         ({"state": 3}, TypeError, "state: expected a State, got int"),
+        ({"state": object.__new__(ta.State)}, TypeError, "state: got a State that holds nothing"),
         ({"return_lse": 1}, TypeError, "return_lse: expected True or False"),
         ({"out": np.zeros((5, 8, 7), np.float32)}, ValueError, "out: got shape"),
     ],
@@ -221,6 +229,27 @@ def test_wrong_calls_are_named(cpu, change, error, message):
     with pytest.raises(error, match=message):
         streaming.attend(data.q, given, **kwargs)
     assert not source.threads
+
+
+@pytest.mark.parametrize("positions", [[], [2**63] * 5, [1, 2]], ids=["none", "beyond", "few"])
+def test_positions_that_attend_refuses_are_not_fetched_for(cpu, positions):
+    _, source, streaming, sequences = small(cpu)
+    with pytest.raises(ValueError, match="q_positions: got"):
+        streaming.prefetch(sequences, q_positions=positions)
+    with pytest.raises(TypeError, match="sequences: expected a list of StreamSequence, got int"):
+        streaming.prefetch(5)
+    assert not source.threads
+
+
+def test_sequences_may_come_from_a_generator(cpu):
+    """Also where they are needed again, to tell what is missing."""
+    data, source, streaming, sequences = small(cpu)
+    want = tiles_by_hand(cpu, data, TILE, 5)
+    compare.same_bits(attend(cpu, streaming, data, iter(sequences)), want)
+    source.before_read = fail_at(data.block_table[3][7], GoneError("the disk"))
+    result = streaming.attend(data.q, iter(sequences), on_error="partial")
+    assert [error.sequence for error in result.errors] == [3]
+    assert [len(sequence.parts) for sequence in result.missing] == [0, 0, 0, 1, 0]
 
 
 def test_wrong_sources_are_named(cpu):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from . import _core
-from ._state import State
+from ._state import State, compiled_state
 from ._types import Array, DeviceLike, StreamLike, TiledAttentionDims, Window
 
 
@@ -256,9 +256,7 @@ class TiledAttention:
         ValueError
             When sizes or devices differ, or it holds more than ``max_seqs`` sequences.
         """
-        if not isinstance(state, State):
-            raise TypeError(f"state: expected a State, got {type(state).__name__}")
-        self._core.load_state(state._compiled, stream)
+        self._core.load_state(compiled_state(state, "state"), stream)
 
     @property
     def m(self) -> Array:

@@ -148,6 +148,15 @@ class State:
         return f"State(num_seqs={self.num_seqs}, o={list(self.o.shape)}, device={self.device!r})"
 
 
+def compiled_state(state: object, name: str) -> _core.State:
+    """Give the compiled part of an argument; object.__new__ makes a State without one."""
+    if not isinstance(state, State):
+        raise TypeError(f"{name}: expected a State, got {type(state).__name__}")
+    if not hasattr(state, "_compiled"):
+        raise TypeError(f"{name}: got a State that holds nothing; expected one of TiledAttention.state()")
+    return state._compiled
+
+
 def merge_states(states: Sequence[State], *, stream: StreamLike = None) -> State:
     """Combine states of the same queries over disjoint keys.
 
@@ -188,7 +197,5 @@ def merge_states(states: Sequence[State], *, stream: StreamLike = None) -> State
         raise TypeError(f"states: expected a sequence of State, got {type(states).__name__}")
     cores = []
     for i, state in enumerate(states):
-        if not isinstance(state, State):
-            raise TypeError(f"states[{i}]: expected a State, got {type(state).__name__}")
-        cores.append(state._compiled)
+        cores.append(compiled_state(state, f"states[{i}]"))
     return State._of(_core.merge_states(cores, stream))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -14,7 +14,7 @@ import numpy as np
 from . import _core
 from ._errors import TileError
 from ._sources import KvPart, StreamSequence
-from ._state import State
+from ._state import State, compiled_state
 from ._stream_stats import StreamStats
 from ._types import Array, DeviceLike, StreamLike, TiledAttentionDims, Window
 
@@ -199,12 +199,11 @@ class StreamingAttention:
         """
         if on_error not in ("raise", "partial"):
             raise ValueError(f"on_error: got {on_error!r}; expected 'raise' or 'partial'")
-        if state is not None and not isinstance(state, State):
-            raise TypeError(f"state: expected a State, got {type(state).__name__}")
+        compiled, sequences = _compiled_sequences(sequences)
         value, after, errors = self._core.attend(
             q,
-            _compiled_sequences(sequences),
-            None if state is None else state._compiled,
+            compiled,
+            None if state is None else compiled_state(state, "state"),
             _integers(q_positions, "q_positions"),
             out,
             lse,
@@ -251,9 +250,8 @@ class StreamingAttention:
         bool
             False when as many calls as there are slots wait already; nothing is begun then.
         """
-        return bool(
-            self._core.prefetch(_compiled_sequences(sequences), q_len, _integers(q_positions, "q_positions"))
-        )
+        compiled, _ = _compiled_sequences(sequences)
+        return bool(self._core.prefetch(compiled, q_len, _integers(q_positions, "q_positions")))
 
     def discard(self) -> None:
         """Drop what was prefetched; waits for reads and copies under way."""
@@ -313,24 +311,28 @@ class StreamingAttention:
         )
 
 
-def _compiled_sequences(sequences: Sequence[StreamSequence]) -> list[_core.StreamSequence]:
-    if isinstance(sequences, StreamSequence):
-        raise TypeError("sequences: expected a list of StreamSequence, got one StreamSequence")
-    compiled = []
-    for i, sequence in enumerate(sequences):
+def _compiled_sequences(
+    sequences: Iterable[StreamSequence],
+) -> tuple[list[_core.StreamSequence], tuple[StreamSequence, ...]]:
+    """Give the compiled sequences, and the sequences themselves: a generator has them only once."""
+    if not isinstance(sequences, Iterable):
+        raise TypeError(f"sequences: expected a list of StreamSequence, got {type(sequences).__name__}")
+    compiled, given = [], tuple(sequences)
+    for i, sequence in enumerate(given):
         if not isinstance(sequence, StreamSequence):
             raise TypeError(f"sequences[{i}]: expected a StreamSequence, got {type(sequence).__name__}")
         compiled.append(sequence._compiled)
-    return compiled
+    return compiled, given
 
 
-def _integers(values: Any, name: str) -> list[int]:
+def _integers(values: Any, name: str) -> list[int] | None:
     if values is None:
-        return []
+        return None
     numbers = np.asarray(values)
-    if numbers.size and numbers.dtype.kind not in "iu":
+    if numbers.size and numbers.dtype.kind not in "iuO":  # O: what is beyond 64 bits
         raise TypeError(f"{name}: expected integers, got {numbers.dtype}")
-    return [int(number) for number in numbers.reshape(-1)]
+    listed: list[int] = numbers.reshape(-1).tolist()
+    return listed
 
 
 def _missing(

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // StreamingAttention.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -22,6 +23,7 @@
 #include "score_arg.h"
 #include "stream_arg.h"
 #include "tensor_arg.h"
+#include "tiledattn/error.h"
 #include "tiledattn/streaming.h"
 
 namespace nb = nanobind;
@@ -117,15 +119,27 @@ void translate_tile_error(const std::exception_ptr& error, void* /*payload*/) {
 /// The result or None, the state or None, the errors.
 using Attended = nb::typed<nb::tuple, nb::any, nb::any, nb::any>;
 
+/// None, or one for each sequence.
+std::vector<std::int64_t> q_positions_arg(const std::optional<nb::list>& given,
+                                          const Sequences& sequences) {
+  if (!given) return {};
+  std::vector<std::int64_t> positions = integers_arg(*given, "q_positions");
+  if (positions.empty() && !sequences.empty()) {
+    throw ValueError("q_positions: got 0 numbers; expected " + std::to_string(sequences.size()) +
+                     ", one for each sequence");
+  }
+  return positions;
+}
+
 Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, const State* state,
-                const std::vector<std::int64_t>& q_positions, nb::handle out, nb::handle lse,
+                const std::optional<nb::list>& q_positions, nb::handle out, nb::handle lse,
                 nb::handle return_lse, nb::handle return_state, bool partial, nb::handle stream) {
   TensorArgs args(stream);
   AttendArgs call;
   call.q = args.input(q, "q");
   call.sequences = const_sequences(sequences);
   call.state = state;
-  call.q_positions = q_positions;
+  call.q_positions = q_positions_arg(q_positions, sequences);
   Tensor like = call.q;
   if (like.rank > 0) like.shape[like.rank - 1] = self.core->dims().value_dim();
   const ResultArrays results(args, like, out, lse, bool_arg(return_lse, "return_lse"),
@@ -150,10 +164,11 @@ Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, 
 }
 
 bool prefetch(BoundStreaming& self, const Sequences& sequences, nb::handle q_len,
-              const std::vector<std::int64_t>& q_positions) {
+              const std::optional<nb::list>& q_positions) {
   const std::int64_t tokens = integer_arg(q_len, "q_len");
+  const std::vector<std::int64_t> positions = q_positions_arg(q_positions, sequences);
   const GilReleased unlocked;
-  return self.core->prefetch(const_sequences(sequences), tokens, q_positions);
+  return self.core->prefetch(const_sequences(sequences), tokens, positions);
 }
 
 nb::tuple tier(const TierStats& stats) {
@@ -189,10 +204,10 @@ void bind_streaming(nb::module_& m) {
       .def("__init__", construct, "dims"_a, "device"_a.none(), "scratch_bytes"_a.none(),
            "num_slots"_a.none(), "num_readers"_a.none(), "poison_scratch"_a.none(),
            "softmax_scale"_a.none(), "softcap"_a.none(), "window"_a.none(), "sinks"_a.none())
-      .def("attend", attend, "q"_a, "sequences"_a, "state"_a.none(), "q_positions"_a,
+      .def("attend", attend, "q"_a, "sequences"_a, "state"_a.none(), "q_positions"_a.none(),
            "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "return_state"_a.none(),
            "partial"_a, "stream"_a.none())
-      .def("prefetch", prefetch, "sequences"_a, "q_len"_a.none(), "q_positions"_a)
+      .def("prefetch", prefetch, "sequences"_a, "q_len"_a.none(), "q_positions"_a.none())
       .def(
           "discard", [](BoundStreaming& self) { self.core->discard(); },
           nb::call_guard<GilReleased>())
