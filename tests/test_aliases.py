@@ -50,6 +50,17 @@ def test_out_may_be_the_q_of_fused_projections(device):
     np.testing.assert_array_equal(got[:, :, 1:], qkv[:, :, 1:])
 
 
+def test_out_beside_a_head_that_others_share(device):
+    """K repeats one head of the fused array, and out is the two others: nothing meets."""
+    fused = device.array(_random(1, 6, 3, 8))
+    head = fused[:, :, :1]
+    k = np.broadcast_to(head, (1, 6, 2, 8)) if device.name == "numpy" else head.expand(1, 6, 2, 8)
+    q, v = device.array(_random(1, 6, 2, 8)), device.array(_random(1, 6, 2, 8))
+    want = reference.flash(device.numpy(q), device.numpy(k), device.numpy(v)).out
+    ta.flash_attention(q, k, v, out=fused[:, :, 1:])
+    compare.out_close(device.numpy(fused)[:, :, 1:], want, "float32")
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_out_in_k_or_v(name, device, refused):
     arrays = {key: device.array(_random(*FLASH)) for key in "qkv"}

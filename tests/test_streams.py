@@ -117,15 +117,6 @@ def test_bad_streams(gpu):
         calls.run_paged(gpu, data, stream=-5)
 
 
-def test_the_current_device_is_unchanged(gpu):
-    torch = gpu.torch
-    last = torch.cuda.device_count() - 1  # on a machine with one GPU: 0
-    data = TILED.make("float32")
-    got = calls.run_tiled(arrays.TorchCarrier(f"cuda:{last}"), data)
-    assert torch.cuda.current_device() == 0
-    compare.result_close(got, calls.want_tiled(data).finalize(), "float32")
-
-
 def _captured(torch, work):
     """``work`` in a CUDA graph, after one run outside that makes workspaces."""
     side = torch.cuda.Stream()

@@ -187,6 +187,29 @@ def test_quantised_cache(kv_dtype, scale, torch_carrier):
     compare.same_bits(stored, want)
 
 
+def test_scales_may_be_numbers_of_numpy(torch_carrier):
+    made = quantised.make(cases.Paged("", seq_lens=(40, 9)), "float32", "int8", "number")
+    args = list(map(torch_carrier.array, made.data.args))
+    want = tt.paged_attention(*args, **made.scales)
+    got = tt.paged_attention(*args, **{name: np.float64(scale) for name, scale in made.scales.items()})
+    assert torch.equal(got, want)
+
+
+def test_a_hint_that_only_the_run_knows():
+    """max_seqlen_q from a tensor stands for no number while the graph is traced."""
+    q, cu = torch.randn(6, 2, 8), torch.tensor([0, 2, 6])
+
+    def call(q, longest):
+        return tt.flash_attention(
+            q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest.max().item(), max_seqlen_k=4
+        )
+
+    longest = torch.tensor([2, 4])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, longest), call(q, longest), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize(
     "wrong", ["1", True, [1.0], np.ones(2, np.float32)], ids=["str", "bool", "list", "numpy"]

@@ -320,7 +320,8 @@ def write_kv(
     Parameters
     ----------
     k, v
-        ``[tokens, Hk, D]`` and ``[tokens, Hk, Dv]``.
+        ``[tokens, Hk, D]`` and ``[tokens, Hk, Dv]``; not in the memory of the pools: to copy within a pool, copy
+        the tokens out first.
     k_pool, v_pool
         ``[num_blocks, P, Hk, D]`` and ``[num_blocks, P, Hk, Dv]`` of the same type, or both float8_e4m3fn or
         int8; written in place.

@@ -126,7 +126,7 @@ struct TiledAttention::Impl {
     enter(stream, true);
     // The first tile's kernel starts from an empty state by itself, unless it writes only some of
     // the rows.
-    const AttentionProblem& any = steps[0].problem;  // all have the same q
+    const AttentionProblem& any = steps[0].problem;  // all have as many query tokens
     if (any.q_len != dims.max_q_len || any.total_q == 0) settle(stream);
     if (any.total_q > 0) {
       for (AttentionStep& each : steps) {

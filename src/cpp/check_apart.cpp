@@ -13,14 +13,16 @@ Written::Extent::Extent(const Tensor& tensor) {
   item = static_cast<std::uintptr_t>(item_bytes(tensor.dtype));
   std::uintptr_t below = 0;
   std::uintptr_t above = 1;
+  std::uintptr_t distinct = 1;
   for (int i = 0; i < tensor.rank; ++i) {
     const std::int64_t reach = tensor.strides[i] * (tensor.shape[i] - 1);
     (reach < 0 ? below : above) += static_cast<std::uintptr_t>(reach < 0 ? -reach : reach);
+    if (tensor.strides[i] != 0) distinct *= static_cast<std::uintptr_t>(tensor.shape[i]);
   }
   const auto first = reinterpret_cast<std::uintptr_t>(tensor.data);
   begin = first - below * item;
   end = first + above * item;
-  dense = below + above == static_cast<std::uintptr_t>(tensor.size());
+  dense = below + above == distinct;
 }
 
 bool Written::Extent::holds_an_end_of(const Extent& other) const {

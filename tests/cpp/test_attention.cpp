@@ -67,8 +67,8 @@ DEVICE_TEST(the_last_tile_can_finalize) {
 
 namespace {
 
-/// All tiles of a case in one call.
-void step_together(Setup& s) {
+/// All tiles of a case in one call, upon what the state holds; the last one with `out`, if given.
+void add_together(Setup& s, const Array* out = nullptr) {
   std::vector<std::unique_ptr<Tile>> tiles;
   std::vector<TileArgs> args;
   const std::int64_t q_len = s.q_array.tensor().rank == 4 ? s.q_array.tensor().shape[1] : 1;
@@ -79,9 +79,15 @@ void step_together(Setup& s) {
     args.push_back(tiles.back()->args(s.q_array, s.k_pool, s.v_pool, s.walk));
     first += count;
   }
-  s.attention.begin_step(s.cache.num_seqs());
+  if (out) args.back().out = *out;
   s.attention.step_tiles(args);
   backend_for(s.attention.device()).synchronize(s.attention.device().index, {});
+}
+
+/// The same from an empty state.
+void step_together(Setup& s) {
+  s.attention.begin_step(s.cache.num_seqs());
+  add_together(s);
 }
 
 }  // namespace
@@ -112,6 +118,18 @@ TEST(of_tiles_together_none_is_folded_where_one_is_wrong) {
   s.cache.tables[0].back() = right;
   step_together(s);
   CHECK(same_bits(state_of(s.attention), before));
+}
+
+TEST(of_tiles_that_go_one_by_one_none_is_folded_where_one_is_wrong) {
+  Setup s({.name = "wrong", .tile = 3, .lengths = {90, 41}}, kCpu);
+  s.step();
+  const std::vector<Host> before = state_of(s.attention);
+  const Array out = s.out(DType::float32);
+  const std::int64_t right = std::exchange(s.cache.tables[0].back(), 1 << 28);
+  CHECK_THROWS(IndexError, add_together(s, &out), "block");
+  CHECK(same_bits(state_of(s.attention), before));
+  s.cache.tables[0].back() = right;
+  add_together(s, &out);
 }
 
 DEVICE_TEST(any_cut_gives_the_same_result) {

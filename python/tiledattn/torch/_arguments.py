@@ -31,8 +31,12 @@ def check_optional_tensors(**arguments: object) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    is_integer = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    return is_integer and -(2**63) <= value < 2**63
+    if isinstance(value, torch.SymInt):
+        return True
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    # While a graph is traced an int may stand for a size that only the run will know.
+    return torch.compiler.is_compiling() or -(2**63) <= value < 2**63
 
 
 def flag(value: Any, name: str) -> bool:
@@ -84,8 +88,12 @@ def scales(k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> tu
     """Return each scale as an operator takes it: a tensor and a number, one of them None."""
     split = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        if scale is not None and not number and not isinstance(scale, Tensor):
-            raise TypeError(f"{name}: expected a tensor or a number, got {type(scale).__name__}")
-        split += [scale, None] if isinstance(scale, Tensor) else [None, scale]
+        if isinstance(scale, Tensor):
+            split += [scale, None]
+            continue
+        try:
+            split += [None, None if scale is None else number(scale, name)]
+        except TypeError:
+            got = type(scale).__name__
+            raise TypeError(f"{name}: expected a tensor or a number, got {got}") from None
     return tuple(split)

@@ -16,6 +16,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -305,12 +306,18 @@ bool Attention::worth_splitting(const std::vector<Tile>& tiles) const {
 }
 
 void Attention::walk(const Tile& t) const {
-  const Workbench& bench = prepare(t);
+  Workbench& bench = prepare(t);
   const std::int64_t rows = num_rows(t);
-  for (std::int64_t r = 0; r < rows; ++r) clear_row(bench.total_row(r), p_.head_dim_v);
   const std::int64_t segments = segments_of(t.sequence);
+  if (segments == 0) {
+    for (std::int64_t r = 0; r < rows; ++r) clear_row(bench.total_row(r), p_.head_dim_v);
+  }
   for (std::int64_t segment = 0; segment < segments; ++segment) {
     fold_segment(t, segment, first_keys(t, segment + 1, segments), bench);
+    if (segment == 0) {  // what a merge into nothing would copy
+      std::swap(bench.partial, bench.total);
+      continue;
+    }
     for (std::int64_t r = 0; r < rows; ++r)
       merge_row(bench.total_row(r), bench.partial_row(r), p_.head_dim_v);
   }
@@ -662,12 +669,9 @@ void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch) {
       together = together && all.back().goes_with(all.front());
     }
   }
-  if (!together) {
-    for (const AttentionStep& step : steps) attend(step.problem, step.plan, scratch);
-    return;
-  }
-  for (const Attention& step : all) step.check();
-  Attention::run_in_turn(all);
+  for (const AttentionStep& step : steps) Attention(step.problem, step.plan, scratch).check();
+  if (together) return Attention::run_in_turn(all);
+  for (const AttentionStep& step : steps) Attention(step.problem, step.plan, scratch).run();
 }
 
 }  // namespace tiledattn::cpu

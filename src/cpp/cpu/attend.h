@@ -12,7 +12,7 @@ namespace tiledattn::cpu {
 /// result.
 void attend(const AttentionProblem& problem, const Plan& plan, void* scratch);
 
-/// Steps over the same q and state, in turn.
+/// Steps over the same state, each with a q of the same sizes, in turn.
 void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch);
 
 }  // namespace tiledattn::cpu

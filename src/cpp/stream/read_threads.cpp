@@ -5,6 +5,8 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -78,8 +80,14 @@ void ReadThreads::post(ReadJob job) {
   Crew& crew = *crew_;
   {
     const std::lock_guard<std::mutex> lock(crew.mutex);
-    while (static_cast<std::int64_t>(crew.threads.size()) < num_threads_)
-      crew.threads.emplace_back([&crew] { crew.work(); });
+    while (static_cast<std::int64_t>(crew.threads.size()) < num_threads_) {
+      try {
+        crew.threads.emplace_back([&crew] { crew.work(); });
+      } catch (const std::system_error&) {  // those that the system allows have to do
+        if (crew.threads.empty()) throw;
+        break;
+      }
+    }
     crew.jobs.push_back(std::move(job));
   }
   crew.posted.notify_one();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream/tile_fetcher.h"
 
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -168,13 +169,17 @@ void TileFetcher::begin_reads(TileSlot& slot) {
       slot.reads->complete(i, {bytes, nullptr}, 0);
     } else {
       const std::int64_t* blocks = blocks_of(slot, i);
-      readers_.post({part_of(slot, i).source,
-                     {blocks, blocks + slot.launch->pieces[i].count},
-                     into,
-                     bytes,
-                     owner,
-                     slot.reads,
-                     i});
+      try {
+        readers_.post({part_of(slot, i).source,
+                       {blocks, blocks + slot.launch->pieces[i].count},
+                       into,
+                       bytes,
+                       owner,
+                       slot.reads,
+                       i});
+      } catch (...) {  // a batch that is never complete would be waited for
+        slot.reads->complete(i, {0, std::current_exception()}, 0);
+      }
     }
     into += bytes;
   }

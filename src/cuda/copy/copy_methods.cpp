@@ -103,6 +103,7 @@ class Measurement {
   static constexpr std::int64_t kMostPieces = 96;
   /// A kernel takes room from attention, so it has to be clearly faster.
   static constexpr double kKernelAdvantage = 1.1;
+  static constexpr double kEndless = std::numeric_limits<double>::max();
 
   /// No two neighbours on both sides.
   std::vector<CopyPiece> pieces(std::int64_t bytes) const {
@@ -132,13 +133,14 @@ class Measurement {
   /// What two thirds of the pieces take beside the first third, so that it does not count how long
   /// the first one is on its way. Endless where the method does not exist.
   double seconds(CopyMethod method, const std::vector<CopyPiece>& list) const {
-    return least_seconds(method, list.data(), list.size()) -
-           least_seconds(method, list.data(), list.size() / 3);
+    const double all = least_seconds(method, list.data(), list.size());
+    if (all == kEndless) return all;
+    return all - least_seconds(method, list.data(), list.size() / 3);
   }
 
   /// The least of some times, after one more for what only the first use costs.
   double least_seconds(CopyMethod method, const CopyPiece* list, std::size_t count) const {
-    double least = std::numeric_limits<double>::max();
+    double least = kEndless;
     for (int round = 0; round < 4; ++round) {
       const auto begin = std::chrono::steady_clock::now();
       if (!copy_by(method, list, count, stream_.native())) break;
