@@ -33,7 +33,7 @@ namespace {
 
 /// Rows that walk over the keys together, when a sequence has many: enough to use each K and V load
 /// often, few enough that their q and o stay in the L2 cache.
-constexpr std::int64_t kTileRows = 64;
+constexpr std::int64_t kTileRows = 128;
 /// From this many rows on, two matrix products cost less than groups of rows.
 constexpr std::int64_t kMinProductRows = 12;
 /// Below this many tiles for each thread, segments are spread over the threads.
@@ -560,7 +560,7 @@ void Attention::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
 void Attention::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
                            const KeyBlock* next, const Workbench& bench) const {
   // A few rows at a time, so that their key bounds fit a small array; whole groups and panels.
-  constexpr int kRows = kRowPadding;
+  constexpr int kRows = 2 * kRowPadding;
   static_assert(kRows % kGroupRows == 0);
   int row_begin[kRows] = {}, row_end[kRows] = {};
   float k_scale[kBlockKeys], v_scale[kBlockKeys];
