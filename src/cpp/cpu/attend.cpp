@@ -33,7 +33,8 @@ namespace {
 
 /// Rows that walk over the keys together, when a sequence has many: enough to use each K and V load
 /// often, few enough that their q and o stay in the L2 cache.
-constexpr std::int64_t kTileRows = 128;
+constexpr std::int64_t kDecodeRows = 64;
+constexpr std::int64_t kPrefillRows = 128;
 /// From this many rows on, two matrix products cost less than groups of rows.
 constexpr std::int64_t kMinProductRows = 12;
 /// Below this many tiles for each thread, segments are spread over the threads.
@@ -151,10 +152,13 @@ class Attention {
   bool goes_with(const Attention& other) const;
 
  private:
+  std::int64_t tile_rows() const {
+    return plan_.kernel == Kernel::cpu_decode ? kDecodeRows : kPrefillRows;
+  }
   std::int64_t tokens_per_tile() const {
     // Decode is bound by reading K and V: all its tokens share one pass.
     const std::int64_t least = plan_.kernel == Kernel::cpu_decode ? kMaxDecodeTokens : 1;
-    return std::max(least, kTileRows / p_.gqa_ratio());
+    return std::max(least, tile_rows() / p_.gqa_ratio());
   }
   std::int64_t kv_heads_per_tile() const;
   /// Packed q stays bfloat16 where kernels multiply it with K of the same type.
@@ -272,7 +276,7 @@ std::int64_t Attention::kv_heads_per_tile() const {
       p_.k.head_stride < p_.k.token_stride && p_.v.head_stride < p_.v.token_stride;
   if (plan_.kernel != Kernel::cpu_decode || !side_by_side) return 1;
   const std::int64_t rows = std::max<std::int64_t>(p_.q_len, 1) * p_.gqa_ratio();
-  return std::clamp<std::int64_t>(kTileRows / rows, 1, p_.num_kv_heads);
+  return std::clamp<std::int64_t>(tile_rows() / rows, 1, p_.num_kv_heads);
 }
 
 /// Tiles of sequences first .. last - 1. The last tokens come first: under a causal mask they have
