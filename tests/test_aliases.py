@@ -136,6 +136,42 @@ def test_a_tile(device, refused):
         attn.finalize(out=out, lse=out[..., 0])
 
 
+def test_the_state_of_the_object(torch_carrier):
+    """Its views are given out; a result in them would change the state."""
+    dims = ta.TiledAttentionDims(
+        max_seqs=2, num_q_heads=4, num_kv_heads=2, head_dim=16, block_size=8, tile_capacity=3
+    )
+    attn = ta.TiledAttention(dims, device=torch_carrier.device)
+    attn.begin_step(2)
+    q = torch_carrier.array(_random(2, 4, 16))
+    pools = [torch_carrier.array(_random(6, 8, 2, 16)) for _ in range(2)]
+    blocks = torch_carrier.array(np.array([[0, 1, 2], [3, 4, 5]], np.int32))
+    counts = torch_carrier.array(np.array([3, 3], np.int32))
+    m, o = (torch_carrier.torch.from_dlpack(x) for x in (attn.m, attn.o))
+    attn.step_tile(q, *pools, blocks, counts)
+    want = torch_carrier.numpy(attn.finalize())
+    with pytest.raises(ValueError, match=r"^out: shares memory with o;"):
+        attn.finalize(out=o.reshape(2, 4, 16))
+    with pytest.raises(ValueError, match=r"^lse: shares memory with m;"):
+        attn.finalize(out=q.clone(), lse=m.reshape(2, 4))
+    with pytest.raises(ValueError, match=r"^out: shares memory with o;"):
+        attn.step_tile(q, *pools, blocks, counts, out=o.reshape(2, 4, 16))
+    np.testing.assert_array_equal(torch_carrier.numpy(attn.finalize()), want)
+
+
+def test_streaming(cpu, refused):
+    q = _random(2, 4, 16)
+    pools = [_random(6, 8, 2, 16) for _ in range(2)]
+    dims = ta.TiledAttentionDims(
+        max_seqs=2, num_q_heads=4, num_kv_heads=2, head_dim=16, block_size=8, tile_capacity=3
+    )
+    attn = ta.StreamingAttention(dims, device="cpu")
+    sequences = [ta.StreamSequence(40, ta.KvPart(ta.PoolSource(*pools), range(5)))] * 2
+    in_pool = pools[1][5].reshape(-1)[:128].reshape(2, 4, 16)
+    refused(("out", "the pools of sequences"), attn.attend, q, sequences, out=in_pool)
+    refused(("lse", "q"), attn.attend, q, sequences, out=_random(2, 4, 16), lse=q[..., 1])
+
+
 def test_merge(device, refused):
     a, b = (device.array(_random(5, 4, 16)) for _ in range(2))
     lse_a, lse_b = (device.array(_random(5, 4)) for _ in range(2))

@@ -463,6 +463,15 @@ def test_a_block_id_outside_the_pool(device):
         _run(call, *args[:3], table, args[4])[0].block_until_ready()
 
 
+@pytest.mark.parametrize("name", ["q", "block_table", "seq_lens"])
+def test_other_byte_orders_are_refused(name):
+    call, args, _ = _paged()
+    args = dict(zip(("q", "k_pool", "v_pool", "block_table", "seq_lens"), args, strict=True))
+    args[name] = args[name].astype(args[name].dtype.newbyteorder())
+    with pytest.raises(TypeError, match=f"^{name}: dtype is .*byte order"):
+        call(*args.values())
+
+
 def test_gradients_are_refused():
     q = jnp.ones((1, 3, 4, 16))
     with pytest.raises((ValueError, NotImplementedError, TypeError), match=r"differentiat|JVP"):

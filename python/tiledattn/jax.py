@@ -333,7 +333,11 @@ def _given(operands: dict[str, tuple[Array | None, int]]) -> tuple[list[Array], 
 
 def _check_is_kept(name: str, array: Any) -> None:
     """Refuse what JAX would change unasked: from NumPy it takes 64-bit numbers as 32-bit ones, if need be others."""
-    if not isinstance(array, np.ndarray | np.generic) or array.dtype.itemsize < 8:
+    if not isinstance(array, np.ndarray | np.generic):
+        return
+    if not array.dtype.isnative:  # JAX reads the bytes as they lie
+        raise TypeError(f"{name}: dtype is {array.dtype.str}; expected the byte order of this machine")
+    if array.dtype.itemsize < 8:
         return
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept == array.dtype:  # jax_enable_x64

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "check_apart.h"
 #include "check_tensor.h"
 #include "checks.h"
 #include "fault.h"
@@ -111,12 +112,22 @@ struct TiledAttention::Impl {
     for (std::size_t i = 0; i < count; ++i) {
       AttentionProblem& problem = steps[i].problem;
       problem = check_step_tile(dims, options, device, shape, tiles[i]);
+      if (tiles[i].out) check_apart_from_state(*tiles[i].out, tiles[i].lse);
       if (!shape.fixed) shape.has_tokens = tiles[i].q.rank == 4;
       shape.fixed = true;
       shape.q_len = problem.q_len;
       shape.dtype = problem.q.dtype;
     }
     return steps;
+  }
+
+  /// The views of the state are given out, and a result is no reason to change it.
+  void check_apart_from_state(const Tensor& out, const std::optional<Tensor>& lse) const {
+    check_results_apart(out, lse, [&](const Written& written) {
+      written.check_apart("m", buffers.m());
+      written.check_apart("l", buffers.l());
+      written.check_apart("o", buffers.o());
+    });
   }
 
   void fold(const TileArgs* tiles, std::size_t count, const Stream& stream) {
@@ -220,6 +231,7 @@ void TiledAttention::finalize(const Tensor& out, const std::optional<Tensor>& ls
   const std::lock_guard<std::mutex> lock(self.mutex);
   raise_fault(self.faults.get());
   FinalizeProblem problem = check_finalize(self.dims, self.device, self.step, out, lse);
+  self.check_apart_from_state(out, lse);
   // The tiles' stream is the caller's choice too.
   const bool chosen = stream.has_value() || self.step_stream.has_value();
   const Stream launch = stream ? *stream : self.step_stream.value_or(self.last);

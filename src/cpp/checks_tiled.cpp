@@ -284,7 +284,6 @@ FinalizeProblem check_finalize(const TiledAttentionDims& dims, Device device, co
   p.num_q_heads = dims.num_q_heads;
   p.head_dim_v = dims.value_dim();
   p.out = check_result(dims, device, shape, out, lse);
-  check_results_apart(out, lse, [](const Written&) {});
   return p;
 }
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "backend.h"
+#include "check_apart.h"
 #include "check_tensor.h"
 #include "checks.h"
 #include "stream/block_runs.h"
@@ -229,6 +230,20 @@ struct StreamingAttention::Impl {
     const bool has_tokens = args.q.rank == 4;
     check_finalize(dims, device, {num_seqs, true, problem.q_len, problem.q.dtype, has_tokens},
                    args.out, args.lse);
+    check_results_apart(args.out, args.lse, [&](const Written& written) {
+      written.check_apart_or_same("q", args.q);
+      const TileSource* checked = nullptr;
+      for (const auto& sequence : args.sequences) {
+        for (const KvPart& part : sequence->parts) {
+          if (part.source.get() == checked) continue;  // most parts have the source of the last
+          checked = part.source.get();
+          const std::optional<TilePools> of_source = part.source->pools();
+          if (!of_source) continue;
+          written.check_apart("the pools of sequences", of_source->k);
+          written.check_apart("the pools of sequences", of_source->v);
+        }
+      }
+    });
     return problem.q_len;
   }
 
