@@ -27,6 +27,7 @@ set(tiledattn_core_sources
     src/cpp/cpu/num_cpus.cpp
     src/cpp/cpu/pool.cpp
     src/cpp/cpu/rows.cpp
+    src/cpp/cpu/tile_work.cpp
     src/cpp/no_cuda.cpp
     src/cpp/one_shot.cpp
     src/cpp/plan.cpp

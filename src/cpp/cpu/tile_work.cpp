@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/tile_work.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpu/convert.h"
+#include "cpu/isa.h"
+
+namespace tiledattn::cpu {
+namespace {
+
+/// From this many rows on, two matrix products cost less than groups of rows.
+constexpr std::int64_t kMinProductRows = 12;
+/// Keys of a segment of prefill. Summed block by block for longer, equal values lose more to
+/// rounding than the bound for float32 allows.
+constexpr std::int64_t kPrefillSegmentKeys = 4096;
+
+void advance_all(const void* const (&from)[kBlockKeys], std::int64_t bytes,
+                 const void* (&to)[kBlockKeys]) {
+  for (int j = 0; j < kBlockKeys; ++j) to[j] = static_cast<const char*>(from[j]) + bytes;
+}
+
+const float* scale_address(const ScaleView& scale, KeyPlace place, std::int64_t kv_head) {
+  return scale.data + place.block * scale.block_stride + place.token * scale.token_stride +
+         kv_head * scale.head_stride;
+}
+
+/// A scale meets sums here, not elements: an infinite one would make an infinity of what is NaN.
+float finite_or_nan(float scale) { return scale + (scale - scale); }
+
+/// The scales at the addresses.
+void gather(const void* const (&from)[kBlockKeys], float (&to)[kBlockKeys]) {
+  for (int j = 0; j < kBlockKeys; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
+}
+
+}  // namespace
+
+/// Addresses of one block of keys of one KV head, as kernels want them; of the scales where each
+/// key has its own.
+struct TileWork::KeyBlock {
+  KeyRange keys;
+  const void* k[kBlockKeys];
+  const void* v[kBlockKeys];
+  const void* k_scale[kBlockKeys];
+  const void* v_scale[kBlockKeys];
+  int size() const { return static_cast<int>(keys.end - keys.begin); }
+};
+
+TileWork::TileWork(const AttentionProblem& problem, const Plan& plan)
+    : p_(problem), plan_(plan), kernels_(kernels()) {}
+
+/// The keys that some query token of the sequence sees; segments are cut from them.
+KeyRange TileWork::sequence_keys(const Sequence& s) const {
+  return visible_keys(p_, s, 0, s.q_len - 1);
+}
+
+std::int64_t TileWork::segments_of(const Sequence& s) const {
+  const KeyRange keys = sequence_keys(s);
+  const std::int64_t num_keys = keys.end - keys.begin;
+  if (plan_.kernel == Kernel::cpu_decode) return num_segments(num_keys, plan_.segment_limit);
+  return std::max<std::int64_t>(num_keys + kPrefillSegmentKeys - 1, 0) / kPrefillSegmentKeys;
+}
+
+KeyRange TileWork::segment_of(const Sequence& s, std::int64_t index) const {
+  const KeyRange keys = sequence_keys(s);
+  if (plan_.kernel == Kernel::cpu_decode) return segment_range(keys, index, plan_.segment_limit);
+  const std::int64_t begin = keys.begin + index * kPrefillSegmentKeys;
+  return {begin, std::min(begin + kPrefillSegmentKeys, keys.end)};
+}
+
+KeyRange TileWork::first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const {
+  if (segment == end) return {};
+  const KeyRange keys = segment_of(t.sequence, segment);
+  return {keys.begin, std::min(keys.begin + kBlockKeys, keys.end)};
+}
+
+Workbench& TileWork::reserve_bench(const Tile& t) const {
+  Workbench& bench = Workbench::of_this_thread();
+  bench.reserve(num_rows(t), p_.head_dim, p_.head_dim_v);
+  return bench;
+}
+
+Workbench& TileWork::prepare(const Tile& t) const {
+  Workbench& bench = reserve_bench(t);
+  const std::int64_t rows = num_rows(t);
+  const bool keep_type = keeps_bfloat16();
+  const std::int64_t item = keep_type ? 2 : 4;
+  const std::int64_t stride = padded(p_.head_dim);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t offset = t.sequence.index * p_.q.seq_stride +
+                                (t.sequence.q_begin + token_of(t, r)) * p_.q.token_stride +
+                                head_of(t, r) * p_.q.head_stride;
+    const void* from = advance(p_.q.data, offset, p_.q.dtype);
+    char* to = reinterpret_cast<char*>(bench.q) + r * stride * item;
+    if (keep_type) {
+      std::memcpy(to, from, static_cast<std::size_t>(p_.head_dim * item));
+    } else {
+      load_row(from, p_.q.dtype, p_.head_dim, reinterpret_cast<float*>(to));
+    }
+    std::memset(to + p_.head_dim * item, 0,
+                static_cast<std::size_t>((stride - p_.head_dim) * item));
+  }
+  if (by_products(t)) make_panels(t, bench);
+  return bench;
+}
+
+/// Rows side by side in the lanes: worth a transposed q where a tile has many. Products of bfloat16
+/// round weights, which decode does not.
+bool TileWork::by_products(const Tile& t) const {
+  if (keeps_bfloat16() && plan_.kernel == Kernel::cpu_decode) return false;
+  return t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
+}
+
+/// The tile's packed q once more, with panels of rows side by side.
+void TileWork::make_panels(const Tile& t, const Workbench& bench) const {
+  const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows;
+  const std::int64_t stride = padded(p_.head_dim) / (keeps_bfloat16() ? 2 : 1);
+  for (std::int64_t first = 0; first < rows; first += panel) {
+    float* to = bench.q_panels + first * query_units();
+    for (std::int64_t r = 0; r < panel; ++r) {
+      const float* from = bench.q + (first + r) * stride;
+      for (std::int64_t d = 0; d < query_units(); ++d)
+        to[d * panel + r] = first + r < rows ? from[d] : 0.0f;
+    }
+  }
+}
+
+void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeyRange& then,
+                            const Workbench& bench) const {
+  for (std::int64_t r = 0; r < num_rows(t); ++r) clear_row(bench.partial_row(r), bench.o_stride);
+  const KeyRange of_tile = visible_keys(p_, t.sequence, t.first, t.last);
+  KeyRange keys = segment_of(t.sequence, segment);
+  keys = {std::max(keys.begin, of_tile.begin), std::min(keys.end, of_tile.end)};
+
+  // Two in turn: while one head's keys of a block are folded in, those of the next head or block
+  // are fetched.
+  KeyBlock blocks[2];
+  int turn = 0;
+  for (std::int64_t key = keys.begin; key < keys.end; key += kBlockKeys) {
+    if (key == keys.begin) locate(t, {key, std::min(key + kBlockKeys, keys.end)}, blocks[turn]);
+    const KeyRange following{key + kBlockKeys, std::min(key + 2 * kBlockKeys, keys.end)};
+    for (std::int64_t head = 0; head < t.num_kv_heads; ++head, turn = 1 - turn) {
+      KeyBlock* next = &blocks[1 - turn];
+      if (head + 1 < t.num_kv_heads) {
+        next_head(blocks[turn], *next);
+      } else if (!following.empty()) {
+        locate(t, following, *next);
+      } else if (!then.empty()) {
+        locate(t, then, *next);
+      } else {
+        next = nullptr;
+      }
+      fold_block(t, head * head_rows(t), blocks[turn], next, bench);
+    }
+  }
+  for (std::int64_t r = 0; r < num_rows(t); ++r) {
+    const Row row = bench.partial_row(r);
+    if (p_.quantized()) {
+      const double scale = head_scale(p_.v_scale, t.kv_head + r / head_rows(t));
+      for (std::int64_t d = 0; d < p_.head_dim_v; ++d)
+        row.o[d] = static_cast<float>(row.o[d] * scale);
+    }
+    // Kernels leave a NaN score out of m; l and o have it.
+    if (std::isnan(*row.l) && *row.m != std::numeric_limits<float>::infinity()) *row.m = *row.l;
+  }
+}
+
+/// The same keys of the KV head after that of `block`.
+void TileWork::next_head(const KeyBlock& block, KeyBlock& next) const {
+  next.keys = block.keys;
+  const std::int64_t item = item_bytes(p_.kv_dtype);
+  constexpr std::int64_t kScale = sizeof(float);
+  advance_all(block.k, p_.k.head_stride * item, next.k);
+  advance_all(block.v, p_.v.head_stride * item, next.v);
+  if (p_.k_scale.by_key) advance_all(block.k_scale, p_.k_scale.head_stride * kScale, next.k_scale);
+  if (p_.v_scale.by_key) advance_all(block.v_scale, p_.v_scale.head_stride * kScale, next.v_scale);
+}
+
+/// What all keys of a KV head have in common: their scale, unless each key has its own, and the
+/// unit in which kernels see elements. The product may leave the range of float.
+double TileWork::head_scale(const ScaleView& scale, std::int64_t kv_head) const {
+  if (!p_.quantized()) return 1.0;
+  const double unit = p_.kv_dtype == DType::float8_e4m3fn ? kFloat8Unit : 1.0;
+  return scale.by_key ? unit : unit * finite_or_nan(scale.at(0, 0, kv_head));
+}
+
+/// The keys of the tile's first KV head.
+void TileWork::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
+  block.keys = keys;
+  const int count = block.size();
+  for (int j = 0; j < kBlockKeys; ++j) {
+    // Entries after the last key repeat it.
+    const KeyPlace place = key_place(p_, t.sequence, keys.begin + std::min(j, count - 1));
+    block.k[j] = advance(p_.k.data, pool_offset(p_.k, place, t.kv_head), p_.kv_dtype);
+    block.v[j] = advance(p_.v.data, pool_offset(p_.v, place, t.kv_head), p_.kv_dtype);
+    if (p_.k_scale.by_key) block.k_scale[j] = scale_address(p_.k_scale, place, t.kv_head);
+    if (p_.v_scale.by_key) block.v_scale[j] = scale_address(p_.v_scale, place, t.kv_head);
+  }
+}
+
+/// One KV head's keys into its rows, of which `first_row` is the first.
+void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock& block,
+                          const KeyBlock* next, const Workbench& bench) const {
+  // A few rows at a time, so that their key bounds fit a small array; whole groups and panels.
+  constexpr int kRows = 2 * kRowPadding;
+  static_assert(kRows % kGroupRows == 0);
+  int row_begin[kRows] = {}, row_end[kRows] = {};
+  float k_scale[kBlockKeys], v_scale[kBlockKeys];
+  const std::int64_t end_row = first_row + head_rows(t);
+  const std::int64_t q_item = keeps_bfloat16() ? 2 : 4;
+
+  BlockArgs args{};
+  args.num_keys = block.size();
+  args.head_dim = static_cast<int>(p_.head_dim);
+  args.head_dim_v = static_cast<int>(p_.head_dim_v);
+  args.q_stride = padded(p_.head_dim);
+  args.k = block.k;
+  args.v = block.v;
+  args.row_begin = row_begin;
+  args.row_end = row_end;
+  args.softmax_scale = static_cast<float>(
+      p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
+  args.softcap = p_.softcap;
+  if (p_.k_scale.by_key) {
+    gather(block.k_scale, k_scale);
+    args.k_scale = k_scale;
+  }
+  if (p_.v_scale.by_key) {
+    gather(block.v_scale, v_scale);
+    args.v_scale = v_scale;
+  }
+  args.o_stride = bench.o_stride;
+  args.widened = bench.widened;
+  for (std::int64_t first = first_row; first < end_row; first += kRows) {
+    args.num_rows = static_cast<int>(std::min<std::int64_t>(kRows, end_row - first));
+    for (int r = 0; r < args.num_rows; ++r) {
+      const KeyRange seen = visible_keys(p_, t.sequence, token_of(t, first + r));
+      const std::int64_t size = args.num_keys;
+      row_begin[r] =
+          static_cast<int>(std::clamp<std::int64_t>(seen.begin - block.keys.begin, 0, size));
+      row_end[r] = static_cast<int>(std::clamp<std::int64_t>(seen.end - block.keys.begin, 0, size));
+    }
+    args.next_k = next ? next->k : nullptr;
+    args.num_next_keys = next && first == first_row ? next->size() : 0;
+    if (by_products(t)) args.q_panels = bench.q_panels + first * query_units();
+    args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
+    const Row row = bench.partial_row(first);
+    args.m = row.m;
+    args.l = row.l;
+    args.o = row.o;
+    kernels_.attend_block[static_cast<int>(element_of(p_.kv_dtype))](args);
+  }
+}
+
+void TileWork::finish(const Tile& t, const Workbench& bench) const {
+  for (std::int64_t r = 0; r < num_rows(t); ++r) {
+    const std::int64_t token = token_of(t, r);
+    const std::int64_t head = head_of(t, r);
+    Row result = bench.total_row(r);
+    if (p_.state.m != nullptr) {
+      const Row state =
+          state_row(p_.state, t.sequence.index, token, head, p_.num_q_heads, p_.head_dim_v);
+      if (p_.state.fresh) {
+        copy_row(result, state, p_.head_dim_v);
+      } else {
+        merge_row(state, result, p_.head_dim_v);
+      }
+      result = state;
+    }
+    if (p_.out.data != nullptr) {
+      write_result(p_.out, p_.sinks, t.sequence.index, t.sequence.q_begin + token, head, result,
+                   p_.head_dim_v);
+    }
+  }
+}
+
+}  // namespace tiledattn::cpu
