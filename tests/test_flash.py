@@ -76,7 +76,7 @@ def test_any_number_of_rows(q_len, num_q_heads, device, dtype):
     compare.result_close(calls.run_flash(device, qkv, score), reference.flash(*qkv, **score), dtype)
 
 
-@pytest.mark.parametrize("head_dims", [(1, 1), (7, 9), (33, 31), (40, 65)], ids=str)
+@pytest.mark.parametrize("head_dims", [(1, 1), (3, 2), (5, 4), (7, 9), (33, 31), (40, 65)], ids=str)
 @pytest.mark.parametrize("window", [(None, None), (13, 7), (4, 0)], ids=str)
 def test_odd_head_dims(window, head_dims, device, dtype):
     """Rows and keys that pairs of elements and whole vectors do not divide."""

@@ -108,9 +108,12 @@ Workbench& TileWork::prepare(const Tile& t) const {
 }
 
 /// Rows side by side in the lanes: worth a transposed q where a tile has many. Products of bfloat16
-/// round weights, which decode does not.
+/// round weights, which decode does not; and in a row of a few elements that cancel nothing would
+/// hide it.
 bool TileWork::by_products(const Tile& t) const {
-  if (keeps_bfloat16() && plan_.kernel == Kernel::cpu_decode) return false;
+  constexpr std::int64_t kFewestElements = 8;
+  const bool precise = plan_.kernel == Kernel::cpu_decode || p_.head_dim_v < kFewestElements;
+  if (keeps_bfloat16() && precise) return false;
   return t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
 }
 
