@@ -21,10 +21,28 @@ NUMPY_BLOCKS = [
 
 
 @pytest.mark.parametrize(
-    "module", ["_api", "_arrays", "_attention", "_sources", "_state", "_streaming", "_types"]
+    "module",
+    [
+        "_api",
+        "_arrays",
+        "_attention",
+        "_sources",
+        "_state",
+        "_stream_stats",
+        "_streaming",
+        "_types",
+    ],
 )
 def test_docstrings(module):
     results = doctest.testmod(importlib.import_module(f"tiledattn.{module}"))
+    assert results.attempted
+    assert not results.failed
+
+
+def test_docstring_of_the_error():
+    """By its module it belongs to the package, where testmod() does not look for it."""
+    (example,) = doctest.DocTestFinder().find(ta.TileError, "TileError")
+    results = doctest.DocTestRunner().run(example)
     assert results.attempted
     assert not results.failed
 

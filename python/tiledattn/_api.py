@@ -291,6 +291,10 @@ def merge_attention(
     ValueError
         For shapes or devices that differ, or a base that is no finite number over 1.
 
+    References
+    ----------
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
     Examples
     --------
     >>> import numpy as np, tiledattn as ta
@@ -344,6 +348,11 @@ def write_kv(
         For wrong shapes, read-only pools, or arrays on two devices.
     IndexError
         For a slot outside the pool; on the CPU before anything is written.
+
+    References
+    ----------
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    arXiv:2309.06180.
 
     Examples
     --------

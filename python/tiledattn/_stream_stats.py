@@ -52,6 +52,17 @@ class StreamStats:
     link
         Copies into GPU memory, whatever tier they came from. Of their launches one in fifteen is timed, and the
         others count as equally fast.
+
+    Examples
+    --------
+    >>> import numpy as np, tiledattn as ta
+    >>> dims = ta.TiledAttentionDims(
+    ...     max_seqs=1, num_q_heads=4, num_kv_heads=2, head_dim=8, block_size=4, tile_capacity=2)
+    >>> attn = ta.StreamingAttention(dims, device="cpu")
+    >>> source = ta.PoolSource(*ta.scratch_pool_views(np.ones((4, 2, 2, 4, 8), np.float32)))
+    >>> _ = attn.attend(np.ones((1, 4, 8), np.float32), [ta.StreamSequence(16, ta.KvPart(source, range(4)))])
+    >>> attn.stats.tiers["host"].tiles, attn.stats.tiers["host"].bytes
+    (2, 2048)
     """
 
     calls: int

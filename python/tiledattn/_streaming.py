@@ -35,6 +35,24 @@ class StreamResult:
         is.
     errors
         The error of each missing tile, in the order of launches.
+
+    Examples
+    --------
+    >>> import numpy as np, tiledattn as ta
+    >>> class Broken:
+    ...     def describe(self):
+    ...         return ta.TileGeometry(
+    ...             num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    ...     def read(self, blocks, buffer):
+    ...         buffer[:] = 0
+    ...         return 0 if 5 in blocks else buffer.nbytes
+    >>> dims = ta.TiledAttentionDims(
+    ...     max_seqs=1, num_q_heads=4, num_kv_heads=2, head_dim=8, block_size=4, tile_capacity=2)
+    >>> attn = ta.StreamingAttention(dims, device="cpu")
+    >>> sequence = ta.StreamSequence(32, ta.KvPart(Broken(), range(8)))
+    >>> result = attn.attend(np.ones((1, 4, 8), np.float32), [sequence], on_error="partial")
+    >>> result.complete, len(result.errors), result.errors[0].position
+    (False, 1, 16)
     """
 
     out: Array | None
@@ -89,6 +107,11 @@ class StreamingAttention:
 
     After ``os.fork`` the child can use an object on the CPU, without what was prefetched. An object that
     another thread was using at the time raises a ValueError there.
+
+    References
+    ----------
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao et al.,
+    "FlashAttention", arXiv:2205.14135.
 
     Examples
     --------

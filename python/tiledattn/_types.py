@@ -133,6 +133,13 @@ class Support:
         Name of the kernel that would run; empty where none can.
     reason
         Why the call cannot run; empty where it can.
+
+    Examples
+    --------
+    >>> import tiledattn as ta
+    >>> answer = ta.supports("flash_attention", device="cpu", head_dim=300)
+    >>> bool(answer), answer.reason
+    (False, 'head_dim: got head dimension 300; expected 1 to 256')
     """
 
     supported: bool

@@ -81,7 +81,8 @@ class Backend {
   // Launches.
   virtual void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, int index,
                       const Stream& stream) const = 0;
-  /// One after the other, as far as results go: tiles of one step: a q of the same sizes, and the same state.
+  /// One after the other, as far as results go: tiles of one step: a q of the same sizes, and the
+  /// same state.
   virtual void attend_in_turn(const std::vector<AttentionStep>& steps, void* scratch, int index,
                               const Stream& stream) const {
     for (const AttentionStep& step : steps) attend(step.problem, step.plan, scratch, index, stream);
