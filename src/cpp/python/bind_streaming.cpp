@@ -120,7 +120,10 @@ void translate_tile_error(const std::exception_ptr& error, void* /*payload*/) {
 using Attended = nb::typed<nb::tuple, nb::any, nb::any, nb::any>;
 
 /// None, or one for each sequence.
-std::vector<std::int64_t> q_positions_arg(const std::optional<nb::list>& given,
+/// As the stub has it; what the entries are is checked one by one.
+using NumberList = nb::typed<nb::list, nb::any>;
+
+std::vector<std::int64_t> q_positions_arg(const std::optional<NumberList>& given,
                                           const Sequences& sequences) {
   if (!given) return {};
   std::vector<std::int64_t> positions = integers_arg(*given, "q_positions");
@@ -132,7 +135,7 @@ std::vector<std::int64_t> q_positions_arg(const std::optional<nb::list>& given,
 }
 
 Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, const State* state,
-                const std::optional<nb::list>& q_positions, nb::handle out, nb::handle lse,
+                const std::optional<NumberList>& q_positions, nb::handle out, nb::handle lse,
                 nb::handle return_lse, nb::handle return_state, bool partial, nb::handle stream) {
   TensorArgs args(stream);
   AttendArgs call;
@@ -164,7 +167,7 @@ Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, 
 }
 
 bool prefetch(BoundStreaming& self, const Sequences& sequences, nb::handle q_len,
-              const std::optional<nb::list>& q_positions) {
+              const std::optional<NumberList>& q_positions) {
   const std::int64_t tokens = integer_arg(q_len, "q_len");
   const std::vector<std::int64_t> positions = q_positions_arg(q_positions, sequences);
   const GilReleased unlocked;
