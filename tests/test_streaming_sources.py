@@ -13,6 +13,7 @@ import calls
 import cases
 import compare
 import numpy as np
+import processes
 import pytest
 import tiledattn as ta
 from streamed import (
@@ -243,3 +244,43 @@ def test_pieces_of_mixed_sizes(device, pin):
     got = attend(device, make_streaming(device, data, tile=300), data, sequences)
     moved = data._replace(k_pool=finite[0], v_pool=finite[1], block_table=order[None].astype(np.int32))
     compare.result_close(got, calls.want_paged(moved), "float32")
+
+
+# What is done once for a GPU is done by the first object, so only a fresh process shows it.
+FIRST_CALL = """
+import numpy as np
+import tiledattn as ta
+import torch
+
+
+def device_allocations(call):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        kept = call()
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    mallocs = [n for name, n in counts.items() if name.startswith("cudaMalloc") and "Host" not in name]
+    return kept, sum(mallocs), counts
+
+
+q = torch.zeros(1, 4, 64, device="cuda", dtype=torch.float16)
+out = torch.empty_like(q)
+k_pool, v_pool = np.zeros((2, 400, 4, 1, 64), np.float16)  # a block is two pieces of 512 bytes
+pool = ta.PoolSource(k_pool, v_pool)
+order = np.random.default_rng(0).permutation(400)
+sequences = [ta.StreamSequence(1600, ta.KvPart(pool, order))]
+dims = ta.TiledAttentionDims(
+    max_seqs=1, num_q_heads=4, num_kv_heads=1, head_dim=64, block_size=4, tile_capacity=100
+)
+make = lambda: ta.StreamingAttention(dims, device="cuda", scratch_bytes=1 << 20)
+streaming, made, _ = device_allocations(make)
+_, taken, calls = device_allocations(lambda: streaming.attend(q, sequences, out=out))
+assert streaming.stats.link.tiles == 4
+assert "cudaLaunch" in " ".join(calls), calls
+print(made > 0, taken)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_takes_no_device_memory(gpu):
+    assert processes.run(FIRST_CALL, KINETO_LOG_LEVEL="99") == "True 0\n"

@@ -44,11 +44,8 @@ cudaStream_t native(const Stream& stream) { return static_cast<cudaStream_t>(str
 
 class CudaCopyQueue final : public CopyQueue {
  public:
-  explicit CudaCopyQueue(int device) : device_(device) {
-    cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    stream_ = {stream};
-  }
+  explicit CudaCopyQueue(int device)
+      : device_(device), rates_(copy_rates(device)), stream_{make_stream()} {}
   ~CudaCopyQueue() override {
     try {
       const DeviceGuard guard(device_);
@@ -136,18 +133,25 @@ class CudaCopyQueue final : public CopyQueue {
   }
 
  private:
+  static cudaStream_t make_stream() {
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    return stream;
+  }
+
   CopyMethod method_for(std::size_t count, std::int64_t bytes) const {
     if (count <= 1) return CopyMethod::each;
     const std::int64_t mean = bytes / static_cast<std::int64_t>(count);
     if (count < kManyPieces || mean >= kLongPieceBytes) return CopyMethod::batch;
-    return copy_rates(device_).best(mean);
+    return rates_.best(mean);
   }
 
   /// With fewer it does not matter how.
   static constexpr std::size_t kManyPieces = 8;
 
   int device_;
-  Stream stream_;
+  const CopyRates& rates_;
+  Stream stream_;  // last: nothing that throws comes after it
 };
 
 }  // namespace

@@ -39,8 +39,8 @@ class CopyRates {
   std::array<CopyMethod, kSizes.size()> best_{};
 };
 
-/// Of the current device. Measured by the first call for it, which takes some milliseconds; not for
-/// a capture.
+/// Of the current device, for the life of the process. Measured by the first call for it, which
+/// takes some milliseconds and, meanwhile, some memory there; not for a capture.
 const CopyRates& copy_rates(int device);
 
 }  // namespace tiledattn::cuda
