@@ -16,6 +16,7 @@ set(tiledattn_core_sources
     src/cpp/checks.cpp
     src/cpp/checks_one_shot.cpp
     src/cpp/checks_tiled.cpp
+    src/cpp/copy_plan.cpp
     src/cpp/cpu/attend.cpp
     src/cpp/cpu/backend_cpu.cpp
     src/cpp/cpu/isa.cpp

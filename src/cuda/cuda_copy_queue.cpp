@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_copy_queue.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "copy/copy_methods.h"
@@ -95,26 +94,10 @@ class CudaCopyQueue final : public CopyQueue {
 
   void copy(const std::vector<CopyPiece>& pieces) const override {
     const DeviceGuard guard(device_);
-    std::vector<CopyPiece> direct;
-    std::int64_t bytes = 0;
-    for (const CopyPiece& piece : pieces) {
-      if (piece.from_memory == CopyFrom::pageable) {
-        copy_by(CopyMethod::each, &piece, 1, native(stream_));
-        continue;
-      }
-      direct.push_back(piece);
-      bytes += piece.bytes;
-    }
-    CopyMethod method = method_for(direct.size(), bytes);
-    if (method == CopyMethod::kernel) {
-      const auto others = std::partition(direct.begin(), direct.end(), kernel_can_copy);
-      const std::vector<CopyPiece> by_kernel(direct.begin(), others);
-      direct.erase(direct.begin(), others);
-      copy_by(CopyMethod::kernel, by_kernel.data(), by_kernel.size(), native(stream_));
-      method = CopyMethod::batch;
-    }
-    if (!copy_by(method, direct.data(), direct.size(), native(stream_)))
-      copy_by(CopyMethod::each, direct.data(), direct.size(), native(stream_));
+    const CopyPlan plan = plan_copies(pieces, rates_);
+    copy_all(CopyMethod::kernel, plan.kernel);
+    if (!copy_all(CopyMethod::batch, plan.batch)) copy_all(CopyMethod::each, plan.batch);
+    copy_all(CopyMethod::each, plan.each);
   }
 
   void write(void* to, const void* from, std::int64_t bytes, const Stream& stream) const override {
@@ -139,15 +122,9 @@ class CudaCopyQueue final : public CopyQueue {
     return stream;
   }
 
-  CopyMethod method_for(std::size_t count, std::int64_t bytes) const {
-    if (count <= 1) return CopyMethod::each;
-    const std::int64_t mean = bytes / static_cast<std::int64_t>(count);
-    if (count < kManyPieces || mean >= kLongPieceBytes) return CopyMethod::batch;
-    return rates_.best(mean);
+  bool copy_all(CopyMethod method, const std::vector<CopyPiece>& pieces) const {
+    return copy_by(method, pieces.data(), pieces.size(), native(stream_));
   }
-
-  /// With fewer it does not matter how.
-  static constexpr std::size_t kManyPieces = 8;
 
   int device_;
   const CopyRates& rates_;

@@ -170,13 +170,6 @@ bool copy_by(CopyMethod method, const CopyPiece* pieces, std::size_t count, cuda
   }
 }
 
-CopyMethod CopyRates::best(std::int64_t mean_bytes) const {
-  std::size_t index = 0;
-  // The middle between two sizes, as factors go, is twice the smaller one.
-  while (index + 1 < kSizes.size() && mean_bytes >= 2 * kSizes[index]) ++index;
-  return best_[index];
-}
-
 const CopyRates& copy_rates(int device) {
   static std::mutex mutex;
   static std::map<int, CopyRates>& known = *new std::map<int, CopyRates>;

@@ -140,15 +140,6 @@ bool takes_large_arguments() {
 
 }  // namespace
 
-bool kernel_can_copy(const CopyPiece& piece) {
-  const auto bits = reinterpret_cast<std::uintptr_t>(piece.to) |
-                    reinterpret_cast<std::uintptr_t>(piece.from) |
-                    static_cast<std::uintptr_t>(piece.bytes);
-  // Units are counted in 32 bits.
-  constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
-  return piece.from_memory == CopyFrom::pinned && bits % 4 == 0 && piece.bytes <= kMostBytes;
-}
-
 void launch_copy_pieces(const CopyPiece* pieces, std::size_t count, cudaStream_t stream) {
   constexpr auto kFew = static_cast<std::size_t>(PieceList<kArgumentBytes>::kCapacity);
   while (count > 0) {

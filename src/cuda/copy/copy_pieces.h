@@ -11,14 +11,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "copy_queue.h"
+#include "copy_plan.h"
 
 namespace tiledattn::cuda {
 
-/// Bytes at addresses that are multiples of 4, in memory that the current device can read.
-bool kernel_can_copy(const CopyPiece& piece);
-
-/// Copies pieces that the kernel can copy.
+/// Copies small pieces of which kernel_can_copy() is true, from memory that the current device can
+/// read.
 void launch_copy_pieces(const CopyPiece* pieces, std::size_t count, cudaStream_t stream);
 
 /// Writes what `from` holds now into device memory. Addresses and bytes are multiples of 8.
