@@ -78,6 +78,7 @@ GPU_CELLS = [
     Cell("16 MiB, prefetched", 16, 64, scratch_mib=12, prefetch="next"),
     Cell("64 MiB, begun before its call", 64, 64, prefetch="own"),
     Cell("64 MiB, prefetched", 64, 64, prefetch="next"),
+    Cell("64 MiB, permuted, blocks of 16, prefetched", 64, 16, permuted=True, prefetch="next"),
     *(
         Cell(f"64 MiB, pieces of {kib} KiB", 64, 4 * kib, permuted=True, num_kv_heads=1, apart=True)
         for kib in (2, 4, 16)
