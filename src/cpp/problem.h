@@ -197,6 +197,10 @@ struct AttentionProblem {
   const float* sinks =
       nullptr;  ///< [num_q_heads], on the device; enters the result, never the state
 
+  /// The caller's word: all that is read, but for q, the state and the last q_len keys of each
+  /// sequence, was written before the kernel that runs before this call in its stream. GPU only.
+  bool early_start = false;
+
   StateView state;
   OutputView out;
   FaultRecord* faults = nullptr;  ///< device address (GPU only)

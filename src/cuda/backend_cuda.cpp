@@ -157,7 +157,7 @@ class CudaBackend : public Backend {
 
   void write_kv(const WriteKvProblem& problem, int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
-    cuda::launch_write_kv(problem, native(stream));
+    cuda::launch_write_kv(problem, compute_capability(index) >= 90, native(stream));
   }
 };
 

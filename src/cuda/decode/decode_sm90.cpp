@@ -73,6 +73,8 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
       dense ? chunk_keys : static_cast<int>(std::gcd(block_size, std::int64_t{chunk_keys}));
   params.k_map = pool_map(p, p.k, p.head_dim, num_blocks, block_size, params.box_tokens);
   params.v_map = pool_map(p, p.v, p.head_dim_v, num_blocks, block_size, params.box_tokens);
+  // Scales for each block may change with the new keys of their block.
+  params.early_start = p.early_start && !p.k_scale.by_key && !p.v_scale.by_key;
   params.num_blocks = static_cast<int>(num_blocks);
   params.block_size = Divisor(block_size);
 
@@ -90,11 +92,11 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   const std::int64_t max_len = dense ? p.dense_kv_len : p.table_width * p.block_size;
   params.max_len = static_cast<unsigned>(max_len);
   constexpr std::int64_t kFewSeqs = 32;
-  params.few_seqs =
-      p.num_seqs <= kFewSeqs &&
+  params.short_line =
       static_cast<double>(p.num_seqs) * static_cast<double>(heads) *
-              (static_cast<double>(max_len / chunk_keys) + kMaxDecodeGroups + kDecodeHeadCost + 2) <
-          static_cast<double>(INT32_MAX);
+          (static_cast<double>(max_len / chunk_keys) + kMaxDecodeGroups + kDecodeHeadCost + 2) <
+      static_cast<double>(INT32_MAX);
+  params.few_seqs = params.short_line && p.num_seqs <= kFewSeqs;
   if (p.softcap > 0.0f) params.inverse_softcap = 1.0f / p.softcap;
   params.max_groups = static_cast<int>(plan.max_groups);
   params.partials = static_cast<float*>(scratch);

@@ -10,9 +10,9 @@
 // makes the rows of its sequence NaN.
 //
 // Barriers: one __syncthreads() pair while shares are found, where there are more than a few
-// sequences; from then on only those of a team: two for each pass of a fold, two where a head is
-// shared with other teams, one before a result enters the state. A warp waits for nobody else's
-// loads.
+// sequences; from then on only those of a team: two for each pass of a fold, two at the end where
+// heads are shared with other teams, one before a result enters the state. A warp waits for nobody
+// else's loads.
 #pragma once
 
 #include <cstddef>
@@ -61,6 +61,12 @@ struct alignas(1024) DecodeSm90Shared {
   MBarrier full[Config::kWarps][Config::kSlots];
   WarpScales<Config> scales[Config::kWarps];
   HeadTotals<Config> totals[HeadTotals<Config>::kUsed ? Config::kThreads : 1];
+  /// A copy of the kernel's parameters, for what is called and not inlined.
+  alignas(DecodeSm90Params) unsigned char params_bytes[sizeof(DecodeSm90Params)];
+
+  __device__ __forceinline__ const DecodeSm90Params& params() const {
+    return *reinterpret_cast<const DecodeSm90Params*>(params_bytes);
+  }
 };
 
 /// Where partial results of the head at which `at` stands go; anything where the team does the
@@ -83,6 +89,7 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
                                              const TeamMember& member) {
   using Loads = RingLoads<Config>;
   const int warp = warp_index();
+  const DecodeSm90Params& copy = shared.params();
   Share& share = shared.shares[warp];
   SequenceWork& work = share.first.work;  // of the sequence at hand
   SliceBuffers<Config>& buffers = shared.slices[member.team];
@@ -91,86 +98,121 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
   unsigned char* const values = shared.ring[warp][Loads::kValues];
   {
     const int team = static_cast<int>(blockIdx.x) * Config::kTeams + member.team;
-    Share found;
-    if (params.few_seqs) {
-      find_share_of_few<Config::kChunkKeys>(params, team, found);
+    if (params.short_line) {
+      Share found;
+      if (params.few_seqs) {
+        find_share_of_few<Config::kChunkKeys>(params, copy, team, found);
+      } else {
+        find_share_of_many<int, Config::kChunkKeys>(params, copy, team, shared.find, found);
+      }
+      if (lane_index() == 0) share = found;
+      __syncwarp();
     } else {
-      find_share_of_many<Config::kChunkKeys>(params, team, shared.find, found);
+      find_share_of_long_line<Config::kChunkKeys>(copy, team, shared.find, share);
     }
-    if (lane_index() == 0) share = found;
-    __syncwarp();
   }
 
   GroupPlace at = share.first;
   WarpScales<Config>& scales = shared.scales[warp];
-  Loads loads(params, share.first, member.warp, shared.cursors[warp], keys, full, scales);
+  Loads loads(params, copy, share.first, member.warp, shared.cursors[warp], keys, full, scales);
+  wait_for_predecessor();
+  start_dependents();
   std::uint32_t parity = 0;  // of the barriers of both slots
 
   SliceState<Config> slice;
   HeadResult<Config> result(shared.totals + (HeadTotals<Config>::kUsed ? threadIdx.x : 0));
   const FoldPlace<Config> place(member);
   bool new_sequence = false;
+  if (member.thread == 0) buffers.num_parts = 0;
+  int part = 0;  // of the heads that are shared with other teams
 #pragma unroll 1
-  while (!at.done()) {
-    if (new_sequence) {
-      const SequenceWork next = sequence_work<Config::kChunkKeys>(params, at.seq);
-      __syncwarp();  // all lanes are done with the last one
-      if (lane_index() == 0) work = next;
-      __syncwarp();
-    }
-    const int seq = at.seq;
-    const int kv_head = params.row_tiles.divide(at.head);
-    const int first_row =
-        (at.head - kv_head * static_cast<int>(params.row_tiles.value)) * (Config::kTiles * 8);
-    QueryFragments<Config> queries;
-    queries.load(params, seq, kv_head, first_row);
-    if constexpr (kQuantized<typename Config::Element>)
-      begin_head<Config>(params.problem, kv_head, queries, scales);
-    result.begin(params, place, first_row, at.group, slot_of_head(params, at, share));
-    if (work.faulty && at.group == 0 && at.head == 0 && member.thread == 0)
-      record_fault(params.problem.faults, check_sequence(params.problem, seq));
-
-    const int num_groups = work.cut.num_groups;
-    int group;
-    bool more;  // groups of this head
-#pragma unroll 1
-    do {
-      group = at.group;
-      slice.clear(scales);
-      bool wrong = work.faulty;
-      const ChunkRange chunks = slice_of_group(chunks_of_group(work.cut, group), member.warp);
-      const int group_chunk = work.cut.first_chunk + group * work.cut.group_chunks;
-#pragma unroll 1
-      for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-        const int first_key = (group_chunk + chunk) * Config::kChunkKeys;
-        const ChunkMask mask = chunk_mask<Config>(work, first_key);
-        wrong = wrong || loads.wrong();
-        full[Loads::kKeys].wait(parity);
-        slice.multiply_keys(shared_address(keys), queries);
-        __syncwarp();  // all lanes have read the slot
-        loads.template issue<Loads::kKeys>(params);
-        loads.issue_scales(params, parity ^ 1);
-        loads.wait_for_scales(params);
-        slice.make_scores(params, work, first_row, first_key, mask, scales, parity);
-        slice.make_weights(params, mask, scales, parity);
-        full[Loads::kValues].wait(parity);
-        if (mask.begin > 0 || mask.end < Config::kChunkKeys) clear_values<Config>(values, mask);
-        slice.multiply_values(shared_address(values));
+  while (true) {
+    HeadRows rows;
+    if (!at.done()) {
+      if (new_sequence) {
+        const SequenceWork next = sequence_work<Config::kChunkKeys>(params, copy, at.seq);
+        __syncwarp();  // all lanes are done with the last one
+        if (lane_index() == 0) work = next;
         __syncwarp();
-        loads.template issue<Loads::kValues>(params);
-        parity ^= 1;
-        loads.look_ahead(params);
       }
-      slice.finish(params, scales);
-      if (wrong) slice.poison();
-      result.add_group(params, member, place, buffers, group, slice);
-      new_sequence = at.advance(params, work.cut);
-      more = group + 1 < num_groups && !at.done();
-    } while (more);
-    if (result.end(params, member, place, buffers, group, num_groups))
-      result.write(params, member, place, seq, kv_head, first_row);
+      const int head = at.head;
+      rows = rows_of_head<Config>(params, at.seq, head);
+      QueryFragments<Config> queries;
+      queries.load(params, rows);
+      if constexpr (kQuantized<typename Config::Element>)
+        begin_head<Config>(params.problem, rows.kv_head, queries, scales);
+      result.begin(params, place, rows, at.group, slot_of_head(params, at, share));
+      if (work.faulty && at.group == 0 && head == 0 && member.thread == 0)
+        report_sequence(params.problem, at.seq);
+
+      const int num_groups = work.cut.num_groups;
+      int group;
+      bool more;  // groups of this head
+#pragma unroll 1
+      do {
+        group = at.group;
+        slice.clear(scales);
+        bool wrong = work.faulty;
+        const ChunkRange chunks = slice_of_group(chunks_of_group(work.cut, group), member.warp);
+        const int group_chunk = work.cut.first_chunk + group * work.cut.group_chunks;
+#pragma unroll 1
+        for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+          const int first_key = (group_chunk + chunk) * Config::kChunkKeys;
+          const ChunkMask mask = chunk_mask<Config>(work, first_key);
+          wrong = wrong || loads.wrong();
+          full[Loads::kKeys].wait(parity);
+          slice.multiply_keys(shared_address(keys), queries);
+          __syncwarp();  // all lanes have read the slot
+          loads.template issue<Loads::kKeys>(params);
+          loads.issue_scales(params, parity ^ 1);
+          loads.wait_for_scales(params);
+          slice.make_scores(params, work, rows.first_row, first_key, mask, scales, parity);
+          slice.make_weights(params, mask, scales, parity);
+          full[Loads::kValues].wait(parity);
+          if (mask.begin > 0 || mask.end < Config::kChunkKeys) clear_values<Config>(values, mask);
+          slice.multiply_values(shared_address(values));
+          __syncwarp();
+          loads.template issue<Loads::kValues>(params);
+          parity ^= 1;
+          loads.look_ahead(params);
+        }
+        slice.finish(params, scales);
+        if (wrong) slice.poison();
+        result.add_group(params, member, place, buffers, group, slice);
+        new_sequence = at.advance(params, work.cut);
+        more = group + 1 < num_groups && !at.done();
+      } while (more);
+      if (!result.end(params, member, place, buffers, rows.seq, head, group, num_groups)) continue;
+    } else {  // all else is done: nobody has to wait for counters and partial results before
+      if (part == 0) result.bring(params, member, buffers);
+      if (part == buffers.num_parts) break;
+      const HeadPart& shared_head = buffers.parts[part];
+      const int first_count = buffers.first_counts[part];
+      ++part;
+      if (first_count == 0) continue;
+      rows = rows_of_head<Config>(params, shared_head.seq, shared_head.head);
+      result.begin(params, place, rows, shared_head.first_group, shared_head.slot);
+      result.fold_head(params, place, first_count, shared_head.num_groups);
+    }
+    result.write(params, member, place, rows);
   }
   loads.report(params);
+}
+
+/// Fills shared.params(), but for the tensor maps, where something reads it. Called by the whole
+/// block.
+template <typename Config>
+__device__ __forceinline__ void copy_params(const DecodeSm90Params& params,
+                                            DecodeSm90Shared<Config>& shared) {
+  if (params.short_lengths && params.short_line) return;
+  constexpr int kFirst = static_cast<int>(offsetof(DecodeSm90Params, problem)) / 4;
+  constexpr int kEnd = static_cast<int>(sizeof(DecodeSm90Params)) / 4;
+  const auto* const from = reinterpret_cast<const std::uint32_t*>(&params);
+  auto* const to = reinterpret_cast<std::uint32_t*>(shared.params_bytes);
+#pragma unroll 1
+  for (int i = kFirst + static_cast<int>(threadIdx.x); i < kEnd; i += Config::kThreads)
+    to[i] = from[i];
+  __syncthreads();
 }
 
 /// Parameters come through a cache that is cold in each launch. The warps read a line each, all at
@@ -201,14 +243,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   DecodeSm90Shared<Config>& shared = *reinterpret_cast<DecodeSm90Shared<Config>*>(shared_bytes);
   touch_params<Config::kWarps>(params, shared.find.costs);
+  copy_params(params, shared);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(params.k_map);
     prefetch_tensor_map(params.v_map);
   }
   if (lane_index() < Config::kSlots) shared.full[warp_index()][lane_index()].init(1);
   fence_barrier_init();
-  start_dependents();
-  wait_for_predecessor();
+  if (!params.early_start) wait_for_predecessor();
   const TeamMember member{warp_index() / kDecodeTeamWarps, warp_index() % kDecodeTeamWarps,
                           static_cast<int>(threadIdx.x) % TeamMember::kThreads};
   attend_share<Config>(params, shared, member);

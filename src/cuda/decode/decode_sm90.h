@@ -23,10 +23,12 @@ struct DecodeSm90Params {
   AttentionProblem problem;
 
   float inverse_softcap = 0.0f;
-  bool few_seqs = false;       ///< a lane for each, and all their work costs less than 2^31
+  bool short_line = false;     ///< all the work costs less than 2^31
+  bool few_seqs = false;       ///< likewise, and a lane for each sequence
   bool short_lengths = false;  ///< lengths are int32 and say all: paged, sees_all
   unsigned max_len = 0;        ///< that a table holds
   bool sees_all = false;       ///< each query token sees all keys of its sequence
+  bool early_start = false;    ///< see AttentionProblem; also no scale is read for a key
   int box_tokens = 0;
   int num_blocks = 0;
   int rows = 0;           ///< of each KV head: q_len * gqa_ratio

@@ -4,8 +4,9 @@
 // A team folds the slices of each group through shared memory; the thread that holds some columns
 // of a row keeps them. If the team began the head, it goes on folding group after group and, where
 // it also ends the head, finishes it without any scratch. Otherwise it leaves what it has as
-// partial results: the groups from 0 on folded into one, each later group alone. Who brings the
-// last group of the head folds them all.
+// partial results: the groups from 0 on folded into one, each later group alone. When all its work
+// is done, it counts what it left, of two heads at most; who completes the count of a head folds
+// its partial results.
 #pragma once
 
 #include <cstdint>
@@ -59,12 +60,27 @@ __device__ __forceinline__ void fold(PartOfRow& part, const PartOfRow& later) {
 /// gives each its own bank.
 __device__ __forceinline__ int swizzled(int row, int column) { return column ^ (row % 8 / 2 * 8); }
 
-/// Shared memory of a team: the slices of one pass.
+/// A part of a head of which other teams do the rest.
+struct HeadPart {
+  int seq;
+  int head;
+  int slot;  ///< of its partial results
+  int first_group;
+  int count;  ///< of groups in this part
+  int num_groups;
+};
+
+/// Only the first and the last head of a team's share can be shared.
+constexpr int kMaxParts = 2;
+
+/// Shared memory of a team: the slices of one pass, and the parts of heads.
 template <typename Config>
 struct alignas(16) SliceBuffers {
   float o[kDecodeTeamWarps][Config::kTiles * 8][Config::kPassColumns];  ///< at swizzled(column)
   float2 ml[kDecodeTeamWarps][Config::kTiles * 8];                      ///< m, l
-  int first_count;  ///< of a head whose last group this team brought: see bring()
+  int num_parts;
+  HeadPart parts[kMaxParts];
+  int first_counts[kMaxParts];  ///< see bring()
 };
 
 /// The rows and columns of one thread in all folds.
@@ -99,15 +115,10 @@ class HeadResult {
   /// The team begins its part of a head at `first_group`. `slot`: where partial results go, if the
   /// part is not the whole head.
   __device__ __forceinline__ void begin(const DecodeSm90Params& params, const Place& place,
-                                        int first_row, int first_group, int slot) {
+                                        const HeadRows& head, int first_group, int slot) {
     first_group_ = first_group;
     slot_ = slot;
-    present_ = place.row < Config::kTiles * 8 && first_row + place.row < params.rows;
-    const int rows = params.rows < Config::kTiles * 8 ? params.rows : Config::kTiles * 8;
-    const int stride = static_cast<int>(kDecodePartialHeader + params.problem.head_dim_v);
-    group_stride_ = rows * stride;
-    partials_ = params.partials + std::int64_t{slot} * params.max_groups * group_stride_ +
-                place.row * stride;
+    present_ = place.row < Config::kTiles * 8 && head.first_row + place.row < params.rows;
   }
 
   /// Folds one group, of which each warp brings its slice. Called by the whole team.
@@ -141,35 +152,68 @@ class HeadResult {
     }
   }
 
-  /// The team's part of the head ends with `last_group`. True where the result of the whole head is
-  /// in this thread. Called by the whole team.
+  /// The team's part of the head ends with `last_group`. True where that is the whole head and its
+  /// result is in this thread; else the part is noted. Called by the whole team.
   __device__ __forceinline__ bool end(const DecodeSm90Params& params, const TeamMember& member,
-                                      const Place& place, SliceBuffers<Config>& buffers,
-                                      int last_group, int num_groups) {
+                                      const Place& place, SliceBuffers<Config>& buffers, int seq,
+                                      int head, int last_group, int num_groups) {
     if (first_group_ == 0 && last_group + 1 == num_groups) return true;
     if (first_group_ == 0 && present_) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) store_partial(params, place, pass, 0, total(pass));
     }
-    const int first_count =
-        bring(params, member, buffers, last_group + 1 - first_group_, num_groups);
-    if (first_count == 0) return false;
-    if (present_) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass)
-        total(pass) = fold_partials(params, place, pass, first_count, num_groups);
+    if (member.thread == 0)
+      buffers.parts[buffers.num_parts++] = {
+          seq, head, slot_, first_group_, last_group + 1 - first_group_, num_groups};
+    return false;
+  }
+
+  /// Counts the groups of the parts; after the last of them, by the whole team. In the team that
+  /// completes a head, first_counts[part] becomes how many groups are folded into the partial
+  /// result of group 0; else 0. The stores of the whole team are seen by who completes it: a
+  /// thread's release and acquire cover those that the team's barriers order around it.
+  __device__ __forceinline__ void bring(const DecodeSm90Params& params, const TeamMember& member,
+                                        SliceBuffers<Config>& buffers) const {
+    static_assert(kMaxDecodeGroups < 1 << 16);
+    member.sync();
+    if (member.thread < buffers.num_parts) {  // both counters at once
+      const HeadPart& part = buffers.parts[member.thread];
+      std::uint32_t* const counter = params.counters + part.slot;
+      // Groups in the lower half; in the upper one those that came together with group 0.
+      const auto count = static_cast<std::uint32_t>(part.count);
+      const std::uint32_t mine = part.first_group == 0 ? count << 16 | count : count;
+      std::uint32_t before;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(counter), "r"(mine)
+                   : "memory");
+      const std::uint32_t now = before + mine;
+      const bool last = (now & 0xffff) == static_cast<std::uint32_t>(part.num_groups);
+      if (last) *counter = 0;  // for the next launch
+      buffers.first_counts[member.thread] = last ? static_cast<int>(now >> 16) : 0;
     }
-    return true;
+    member.sync();
+  }
+
+  /// The result of a whole head from its partial results, of which the first `first_count` are one;
+  /// after begin() for the head. Called by the whole team that completed it.
+  __device__ __forceinline__ void fold_head(const DecodeSm90Params& params, const Place& place,
+                                            int first_count, int num_groups) {
+    if (!present_) return;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      total(pass) = fold_partials(params, place, pass, first_count, num_groups);
   }
 
   /// The result into the state, out and lse. Called by the whole team.
   __device__ __forceinline__ void write(const DecodeSm90Params& params, const TeamMember& member,
-                                        const Place& place, int seq, int kv_head, int first_row) {
+                                        const Place& place, const HeadRows& rows) {
     const AttentionProblem& p = params.problem;
-    const int row = first_row + place.row;
+    const int seq = rows.seq;
+    const int row = rows.first_row + place.row;
     const int token = params.group.divide(row);
     const int group = static_cast<int>(params.group.value);
-    const int head = kv_head * group + row - token * group;
+    const int head = rows.kv_head * group + row - token * group;
     if (p.state.m != nullptr) {
       const std::int64_t at = p.state.row(seq, token, head, p.num_q_heads);
       float m = 0.0f;
@@ -262,9 +306,19 @@ class HeadResult {
     return part;
   }
 
+  /// This thread's row of the partial result of `group`. Made anew where it is needed, which is
+  /// rare: registers are short.
+  __device__ __forceinline__ float* partial_row(const DecodeSm90Params& params, const Place& place,
+                                                int group) const {
+    const int rows = params.rows < Config::kTiles * 8 ? params.rows : Config::kTiles * 8;
+    const int stride = static_cast<int>(kDecodePartialHeader + params.problem.head_dim_v);
+    return params.partials + std::int64_t{slot_ * params.max_groups + group} * rows * stride +
+           place.row * stride;
+  }
+
   __device__ __forceinline__ void store_partial(const DecodeSm90Params& params, const Place& place,
                                                 int pass, int group, const PartOfRow& part) const {
-    float* const row = partials_ + group * group_stride_;
+    float* const row = partial_row(params, place, group);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = column_of(place, pass, half);
@@ -286,32 +340,6 @@ class HeadResult {
     return x;
   }
 
-  /// In the team that brings the last group of a head: how many groups are folded into the partial
-  /// result of group 0. Else 0. The stores of the whole team are seen by it: one thread's release
-  /// and acquire cover those that the team's barriers order around it.
-  __device__ __forceinline__ int bring(const DecodeSm90Params& params, const TeamMember& member,
-                                       SliceBuffers<Config>& buffers, int count,
-                                       int num_groups) const {
-    static_assert(kMaxDecodeGroups < 1 << 16);
-    member.sync();
-    if (member.thread == 0) {
-      std::uint32_t* const counter = params.counters + slot_;
-      // Groups in the lower half; in the upper one those that came together with group 0.
-      const std::uint32_t mine = first_group_ == 0 ? count << 16 | count : count;
-      std::uint32_t before;
-      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                   : "=r"(before)
-                   : "l"(counter), "r"(mine)
-                   : "memory");
-      const std::uint32_t now = before + mine;
-      const bool last = (now & 0xffff) == static_cast<std::uint32_t>(num_groups);
-      if (last) *counter = 0;  // for the next launch
-      buffers.first_count = last ? static_cast<int>(now >> 16) : 0;
-    }
-    member.sync();
-    return buffers.first_count;
-  }
-
   /// The partial results of all groups, of which the first `first_count` are one.
   __device__ __forceinline__ PartOfRow fold_partials(const DecodeSm90Params& params,
                                                      const Place& place, int pass, int first_count,
@@ -326,7 +354,7 @@ class HeadResult {
       for (int i = 0; i < kAtOnce; ++i) {
         const int part = first + i < num_parts ? first + i : num_parts - 1;
         const int group = part == 0 ? 0 : part + first_count - 1;
-        const float* const row = partials_ + group * group_stride_;
+        const float* const row = partial_row(params, place, group);
         const float4 header = load_now(row);
         parts[i].m = header.x;
         parts[i].l = header.y;
@@ -425,8 +453,6 @@ class HeadResult {
   int first_group_ = 0;
   bool present_ = false;
   int slot_ = 0;
-  int group_stride_ = 0;  ///< floats
-  float* partials_ = nullptr;
   HeadTotals<Config>* totals_;
   PartOfRow own_[HeadTotals<Config>::kUsed ? 1 : kPasses];
 };

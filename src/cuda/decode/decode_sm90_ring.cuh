@@ -38,6 +38,12 @@ struct LoadCursor {
   int chunk_end;
 };
 
+/// Tells the host what is wrong with the lengths or positions of a sequence. Not inlined, since it
+/// is rare.
+__device__ __noinline__ static void report_sequence(const AttentionProblem& p, int seq) {
+  record_fault(p.faults, check_sequence(p, seq));
+}
+
 /// For a sequence with a block id outside the pool: the first one, so that what the host reads does
 /// not hang on who saw which. Not inlined, since it is rare.
 __device__ __noinline__ static void report_blocks(const AttentionProblem& p, int seq) {
@@ -76,33 +82,43 @@ class RingLoads {
   static constexpr int kValues = 1;
   static constexpr int kRowBytes = Config::kRowBytes;
   static constexpr bool kScales = kQuantized<typename Config::Element>;
+  /// Where sums fill the registers, a call amid them would move some to memory.
+  static constexpr bool kInlineKeys = Config::kTiles > 1 || Config::kDim > 192;
 
-  /// Starts the loads of the first chunk. `cursor`, `ring`, `full` and `scales` are the warp's own.
-  __device__ __forceinline__ RingLoads(const DecodeSm90Params& params, const Cursor& first,
-                                       int warp_in_team, LoadCursor& cursor, unsigned char* ring,
-                                       MBarrier* full, WarpScales<Config>& scales)
-      : warp_(warp_in_team), cursor_(cursor), ring_(ring), full_(full), scales_(scales) {
+  /// Starts the loads of the first chunk, before the kernel before this one is done where that is
+  /// allowed. `cursor`, `ring`, `full` and `scales` are the warp's own.
+  __device__ __forceinline__ RingLoads(const DecodeSm90Params& params, const DecodeSm90Params& copy,
+                                       const Cursor& first, int warp_in_team, LoadCursor& cursor,
+                                       unsigned char* ring, MBarrier* full,
+                                       WarpScales<Config>& scales)
+      : copy_(copy),
+        warp_(warp_in_team),
+        cursor_(cursor),
+        ring_(ring),
+        full_(full),
+        scales_(scales) {
     const int boxes = Config::kChunkKeys / params.box_tokens;
     const int slab = lane_index() / boxes;
     const int token = lane_index() % boxes * params.box_tokens;
     first_token_ = slab < Config::kSlabs ? token : -1;
     first_column_ = slab * Config::kSlabColumns;
     offset_ = slab * Config::kSlabBytes + token * kRowBytes;
-    if (warp_ == 0 && !first.done()) prefetch_queries<Config>(params, first);
     if (lane_index() == 0) {
       ChunkRange slice;
       if (!first.done()) slice = slice_of_group(first.num_chunks(), warp_in_team);
       cursor = {first, slice.begin, slice.end};
     }
     __syncwarp();
+    if (!is_old(params)) wait_for_predecessor();
 #pragma unroll 1
     for (int ahead = 0; ahead < 3; ++ahead) {  // chunks
-      look_ahead(params);
-      if (ahead == 0) take_next();
-      if (ahead != 1) continue;
+      next_ = fetch(params);
+      if (ahead < 2) current_ = next_;
+      if (ahead > 0) continue;
       issue<kKeys>(params);
       issue_scales(params, 0);
       issue<kValues>(params);
+      if (warp_ == 0 && !first.done()) prefetch_queries<Config>(params, first);
     }
   }
 
@@ -125,7 +141,6 @@ class RingLoads {
     const bool bad = current_.inside && !good;
     wrong_ = __any_sync(kAllLanes, bad);
     if (bad && wrong_seq_ < 0) wrong_seq_ = current_.seq;
-    take_next();
   }
 
   /// Starts the copies of the scales of the next chunk to `slot`, where keys have their own. Once
@@ -154,10 +169,11 @@ class RingLoads {
     }
   }
 
-  /// Looks one chunk further where a chunk was issued. Once for each chunk of the warp.
+  /// Goes on to the next chunk, once both loads of one have been started.
   __device__ __forceinline__ void look_ahead(const DecodeSm90Params& params) {
-    if (wants_chunk_) next_ = fetch(params);
-    wants_chunk_ = false;
+    if (!current_.exists) return;
+    current_ = next_;
+    next_ = fetch(params);
   }
 
   /// Tells the host of a wrong block id that a load came upon; after the last one.
@@ -169,6 +185,14 @@ class RingLoads {
   __device__ bool wrong() const { return wrong_; }
 
  private:
+  /// The first chunk has none of the new keys, which the kernel before may have written.
+  __device__ __forceinline__ bool is_old(const DecodeSm90Params& params) const {
+    const SequenceWork& work = cursor_.at.work;
+    const int chunk =
+        work.cut.first_chunk + cursor_.at.group * work.cut.group_chunks + cursor_.chunk;
+    return (chunk + 1) * Config::kChunkKeys <= work.kv_len - params.problem.q_len;
+  }
+
   __device__ __forceinline__ bool has_good_box(const DecodeSm90Params& params) const {
     return current_.inside && current_.block_high == 0 &&
            current_.block < static_cast<std::uint32_t>(params.num_blocks);
@@ -188,11 +212,6 @@ class RingLoads {
                                                      token * scale.token_stride +
                                                      current_.kv_head * scale.head_stride);
     }
-  }
-
-  __device__ __forceinline__ void take_next() {
-    current_ = next_;
-    wants_chunk_ = true;
   }
 
   /// This lane's box of the next chunk of the warp's slices. Called by the whole warp.
@@ -239,7 +258,7 @@ class RingLoads {
 #pragma unroll 1
     while (slice.begin >= slice.end && !at.done()) {
       if (at.advance(params, at.work.cut))
-        at.work = sequence_work<Config::kChunkKeys>(params, at.seq);
+        at.work = sequence_work<Config::kChunkKeys, kInlineKeys>(params, copy_, at.seq);
       if (warp_ == 0 && at.group == 0 && !at.done()) prefetch_queries<Config>(params, at);
       if (!at.done()) slice = slice_of_group(at.num_chunks(), warp_);
     }
@@ -249,6 +268,7 @@ class RingLoads {
     return slice.begin < slice.end;
   }
 
+  const DecodeSm90Params& copy_;  ///< see sequence_work()
   int warp_;
   LoadCursor& cursor_;
   unsigned char* ring_;
@@ -257,10 +277,9 @@ class RingLoads {
   int first_token_;
   int first_column_;
   int offset_;
-  bool wants_chunk_ = true;  ///< next_ has become current_
   bool wrong_ = false;
   int wrong_seq_ = -1;  ///< the first sequence with a wrong block id
-  ChunkLoad current_;
+  ChunkLoad current_;   ///< the next one to load
   ChunkLoad next_;
 };
 

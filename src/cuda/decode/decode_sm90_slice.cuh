@@ -30,20 +30,19 @@ template <typename Config>
 struct QueryFragments {
   FragmentB part[Config::kDim / 16][Config::kTiles];
 
-  /// Rows first_row .. of the head's rows (token, head of the group).
-  __device__ __forceinline__ void load(const DecodeSm90Params& params, int seq, int kv_head,
-                                       int first_row) {
+  __device__ __forceinline__ void load(const DecodeSm90Params& params, const HeadRows& rows) {
     const AttentionProblem& p = params.problem;
 #pragma unroll
     for (int tile = 0; tile < Config::kTiles; ++tile) {
-      const int row = first_row + tile * 8 + lane_index() / 4;
+      const int row = rows.first_row + tile * 8 + lane_index() / 4;
       const bool present = row < params.rows;
       const int token = params.group.divide(row);
       const int group = static_cast<int>(params.group.value);
-      const int head = kv_head * group + row - token * group;
+      const int head = rows.kv_head * group + row - token * group;
       const auto* const q =
           static_cast<const std::uint16_t*>(p.q.data) +
-          (present ? seq * p.q.seq_stride + token * p.q.token_stride + head * p.q.head_stride : 0);
+          (present ? rows.seq * p.q.seq_stride + token * p.q.token_stride + head * p.q.head_stride
+                   : 0);
 #pragma unroll
       for (int i = 0; i < Config::kDim / 16; ++i) {
 #pragma unroll

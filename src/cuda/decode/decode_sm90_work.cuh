@@ -7,8 +7,10 @@
 // sequences: each thread adds up the costs of some, a scan gives where they begin, and all look
 // closer at the place that one of them holds.
 //
-// Everything here takes the kernel's own parameters and is inlined: they then are operands of
+// Most of it takes the kernel's own parameters and is inlined: they then are operands of
 // instructions, where a function called with their address would load each of them from memory.
+// What is long is one function that is called, with a copy of the problem in shared memory: a
+// launch begins with instructions that nobody has fetched yet, so each of them costs time.
 #pragma once
 
 #include <cstdint>
@@ -22,50 +24,63 @@
 
 namespace tiledattn::cuda {
 
-/// What the kernel needs of one sequence.
-struct SequenceWork {
-  DecodeCut cut;
-  int begin = 0;  ///< keys that some query token sees
+/// The keys of one sequence.
+struct SequenceKeys {
+  int begin = 0;  ///< that some query token sees
   int end = 0;
-  int all_begin = 0;  ///< keys that all of them see
+  int all_begin = 0;  ///< that all of them see
   int all_end = 0;
   int kv_len = 0;
   bool faulty = false;        ///< its lengths or positions are wrong: nothing of it is read
   std::int64_t position = 0;  ///< of query token 0
 };
 
-template <int kChunkKeys>
-__device__ __forceinline__ SequenceWork sequence_work(const DecodeSm90Params& params, int b) {
-  const AttentionProblem& p = params.problem;
+/// What the kernel needs of one sequence.
+struct SequenceWork : SequenceKeys {
+  DecodeCut cut;
+};
+
+/// With lengths and masks of any kind.
+__device__ __forceinline__ SequenceKeys keys_of_sequence(const AttentionProblem& p, int b) {
+  SequenceKeys keys;
+  keys.faulty = check_sequence(p, b).found();
+  if (keys.faulty) return keys;
+  const Sequence s = sequence_at(p, b);
+  const auto inside = [&](std::int64_t key) {
+    return static_cast<int>(detail::min64(detail::max64(key, 0), s.kv_len));
+  };
+  const KeyRange first = visible_keys(p, s, 0);
+  const KeyRange last = visible_keys(p, s, s.q_len - 1);
+  keys.begin = inside(first.begin);
+  keys.end = inside(last.end);
+  keys.all_begin = inside(last.begin);
+  keys.all_end = inside(first.end);
+  keys.kv_len = static_cast<int>(s.kv_len);
+  keys.position = s.position;
+  return keys;
+}
+
+__device__ __noinline__ static SequenceKeys call_keys_of_sequence(const AttentionProblem& p,
+                                                                  int b) {
+  return keys_of_sequence(p, b);
+}
+
+/// `copy`: params in shared memory. kInline: for where a call would cost registers that are needed.
+template <int kChunkKeys, bool kInline = false>
+__device__ __forceinline__ SequenceWork sequence_work(const DecodeSm90Params& params,
+                                                      const DecodeSm90Params& copy, int b) {
   SequenceWork work;
-  Sequence s;
-  if (params.short_lengths) {  // what the general case would do, in a few instructions
-    const auto* const lengths = static_cast<const std::int32_t*>(p.seq_lens.data);
-    work.kv_len = __ldg(lengths + b * p.seq_lens.row_stride);
-    work.faulty = static_cast<unsigned>(work.kv_len) > params.max_len;
+  if (params.short_lengths) {  // what the general case would find, in a few instructions
+    const IndexView& lengths = params.problem.seq_lens;
+    const int kv_len =
+        __ldg(static_cast<const std::int32_t*>(lengths.data) + b * lengths.row_stride);
+    work.faulty = static_cast<unsigned>(kv_len) > params.max_len;
+    if (!work.faulty) work.end = work.all_end = work.kv_len = kv_len;
   } else {
-    work.faulty = check_sequence(p, b).found();
-    if (!work.faulty) s = sequence_at(p, b);
-    work.kv_len = static_cast<int>(s.kv_len);
-    work.position = s.position;
+    static_cast<SequenceKeys&>(work) =
+        kInline ? keys_of_sequence(params.problem, b) : call_keys_of_sequence(copy.problem, b);
   }
-  if (work.faulty) {
-    work.kv_len = 0;
-    return work;
-  }
-  work.end = work.all_end = work.kv_len;
-  if (!params.sees_all) {
-    const KeyRange first = visible_keys(p, s, 0);
-    const KeyRange last = visible_keys(p, s, s.q_len - 1);
-    const auto inside = [&](std::int64_t key) {
-      return static_cast<int>(detail::min64(detail::max64(key, 0), s.kv_len));
-    };
-    work.begin = inside(first.begin);
-    work.end = inside(last.end);
-    work.all_begin = inside(last.begin);
-    work.all_end = inside(first.end);
-  }
-  work.cut = cut_for_decode(work.begin, work.end, kChunkKeys, p.num_kv_heads);
+  work.cut = cut_for_decode(work.begin, work.end, kChunkKeys, params.problem.num_kv_heads);
   return work;
 }
 
@@ -96,6 +111,22 @@ struct Cursor : GroupPlace {
 
   __device__ int num_chunks() const { return chunks_of_group(work.cut, group); }
 };
+
+/// The rows of q of one head of the schedule: from first_row on, of those (token, head of the
+/// group) that share a KV head.
+struct HeadRows {
+  int seq;
+  int kv_head;
+  int first_row;
+};
+
+template <typename Config>
+__device__ __forceinline__ HeadRows rows_of_head(const DecodeSm90Params& params, int seq,
+                                                 int head) {
+  const int kv_head = params.row_tiles.divide(head);
+  const int tile = head - kv_head * static_cast<int>(params.row_tiles.value);
+  return {seq, kv_head, tile * Config::kTiles * 8};
+}
 
 /// What a team does: the groups that begin in its share of the line.
 struct Share {
@@ -167,14 +198,15 @@ __device__ __forceinline__ Int sum_of_lanes(Int x) {
 }
 
 /// Finds the share of `team`, in all lanes of a warp, which asks nobody else: for no more sequences
-/// than lanes, and a line shorter than 2^31.
+/// than lanes, and a short line.
 template <int kChunkKeys>
-__device__ __forceinline__ void find_share_of_few(const DecodeSm90Params& params, int team,
+__device__ __forceinline__ void find_share_of_few(const DecodeSm90Params& params,
+                                                  const DecodeSm90Params& copy, int team,
                                                   Share& share) {
   const int num_seqs = static_cast<int>(params.problem.num_seqs);
   Cursor& at = share.first;
   int seq = lane_index() < num_seqs ? lane_index() : num_seqs - 1;
-  const SequenceWork mine = sequence_work<kChunkKeys>(params, seq);
+  const SequenceWork mine = sequence_work<kChunkKeys>(params, copy, seq);
   const int cost = static_cast<int>(head_cost(mine.cut)) * params.heads_per_seq;
   int seq_begin = 0;
   share.total = cost;
@@ -202,9 +234,10 @@ struct FindBuffers {
 };
 
 /// Finds the share of `team`, one of this block's, in all threads of the block, of which each adds
-/// up the costs of some sequences. Called by the whole block.
-template <int kChunkKeys, int kTeams, int kWarps>
-__device__ __forceinline__ void find_share_of_many(const DecodeSm90Params& params, int team,
+/// up the costs of some sequences. Called by the whole block. Int: a type for places in the line.
+template <typename Int, int kChunkKeys, int kTeams, int kWarps>
+__device__ __forceinline__ void find_share_of_many(const DecodeSm90Params& params,
+                                                   const DecodeSm90Params& copy, int team,
                                                    FindBuffers<kTeams, kWarps>& buffers,
                                                    Share& share) {
   constexpr unsigned kThreads = kWarps * kWarpSize;
@@ -213,43 +246,56 @@ __device__ __forceinline__ void find_share_of_many(const DecodeSm90Params& param
   const int thread = static_cast<int>(threadIdx.x);
   int seq = thread * each < num_seqs ? thread * each : num_seqs;
   const int last = seq + each < num_seqs ? seq + each : num_seqs;
-  std::int64_t mine = 0;
+  Int mine = 0;
 #pragma unroll 1
-  for (int b = seq; b < last; ++b) mine += head_cost(sequence_work<kChunkKeys>(params, b).cut);
+  for (int b = seq; b < last; ++b)
+    mine += static_cast<Int>(head_cost(sequence_work<kChunkKeys>(params, copy, b).cut));
   mine *= params.heads_per_seq;
-  std::int64_t end = sum_of_lanes(mine);  // of this thread's sequences
+  Int end = sum_of_lanes(mine);  // of this thread's sequences
   if (lane_index() == kWarpSize - 1) buffers.costs[warp_index()] = end;
   __syncthreads();
   share.total = 0;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
-    if (warp == warp_index()) end += share.total;
+    if (warp == warp_index()) end += static_cast<Int>(share.total);
     share.total += buffers.costs[warp];
   }
   const int first_team = team / kTeams * kTeams;
 #pragma unroll 1
   for (int i = 0; i < kTeams; ++i) {
-    const auto from = begin_of_share<std::int64_t>(params, first_team + i, share);
+    const Int from = begin_of_share<Int>(params, first_team + i, share);
     if (from < end - mine || from >= end) continue;
     buffers.seqs[i] = seq;
     buffers.begins[i] = end - mine;
   }
   __syncthreads();
-  auto from = begin_of_share<std::int64_t>(params, team, share);
-  std::int64_t seq_begin = buffers.begins[team - first_team];
+  Int from = begin_of_share<Int>(params, team, share);
+  Int seq_begin = static_cast<Int>(buffers.begins[team - first_team]);
   Cursor& at = share.first;
 #pragma unroll 1
   for (seq = buffers.seqs[team - first_team]; seq_begin < share.end; ++seq) {
-    at.work = sequence_work<kChunkKeys>(params, seq);
-    const std::int64_t seq_end = seq_begin + head_cost(at.work.cut) * params.heads_per_seq;
+    at.work = sequence_work<kChunkKeys>(params, copy, seq);
+    const Int seq_end = seq_begin + static_cast<Int>(head_cost(at.work.cut)) * params.heads_per_seq;
     if (from < seq_end) {
-      const bool found = find_group<std::int64_t>(params, seq, seq_begin, from - seq_begin, share);
+      const bool found = find_group<Int>(params, seq, seq_begin, from - seq_begin, share);
       if (found || at.done()) return;
       from = seq_end;
     }
     seq_begin = seq_end;
   }
   at.left = 0;
+}
+
+/// The same for a line of any length, which is rare, so it is not inlined. `share` is in shared
+/// memory.
+template <int kChunkKeys, int kTeams, int kWarps>
+__device__ __noinline__ void find_share_of_long_line(const DecodeSm90Params& copy, int team,
+                                                     FindBuffers<kTeams, kWarps>& buffers,
+                                                     Share& share) {
+  Share found;
+  find_share_of_many<std::int64_t, kChunkKeys>(copy, copy, team, buffers, found);
+  if (lane_index() == 0) share = found;
+  __syncwarp();
 }
 
 }  // namespace tiledattn::cuda

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   __syncthreads();
   // The blocks of a next call may take the places of those that have ended.
-  start_dependents();
   wait_for_predecessor();
+  start_dependents();
   if (warpgroup == 0) {
     give_registers_back<Config::kProducerRegisters>();
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;

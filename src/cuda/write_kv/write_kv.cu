@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/dependents.cuh"
 #include "common/faults.cuh"
 #include "common/launch.cuh"
 #include "common/softmax_state.cuh"
@@ -79,6 +80,8 @@ __device__ void write_token(const WriteKvProblem& p, const PoolView& from, const
 
 template <bool kIsQuantized>
 __global__ void __launch_bounds__(kThreads) write_kv(const __grid_constant__ WriteKvProblem p) {
+  wait_for_predecessor();
+  start_dependents();
   const std::int64_t rows = p.num_tokens * p.num_kv_heads;
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t row = std::int64_t{blockIdx.x} * kWarps + warp_index(); row < rows;
@@ -99,10 +102,10 @@ __global__ void __launch_bounds__(kThreads) write_kv(const __grid_constant__ Wri
 
 }  // namespace
 
-void launch_write_kv(const WriteKvProblem& problem, cudaStream_t stream) {
+void launch_write_kv(const WriteKvProblem& problem, bool overlaps, cudaStream_t stream) {
   const std::int64_t rows = problem.num_tokens * problem.num_kv_heads;
   launch(is_quantized(problem.pool_dtype) ? write_kv<true> : write_kv<false>, "write_kv",
-         {(rows + kWarps - 1) / kWarps, kThreads}, problem, stream);
+         {(rows + kWarps - 1) / kWarps, kThreads, 0, overlaps}, problem, stream);
 }
 
 }  // namespace tiledattn::cuda

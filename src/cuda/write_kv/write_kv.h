@@ -8,7 +8,7 @@
 namespace tiledattn::cuda {
 
 /// Copies tokens into the slots of a pool. A token whose slot is outside the pool is skipped and
-/// reported.
-void launch_write_kv(const WriteKvProblem& problem, cudaStream_t stream);
+/// reported. `overlaps`: the device has programmatic dependent launch.
+void launch_write_kv(const WriteKvProblem& problem, bool overlaps, cudaStream_t stream);
 
 }  // namespace tiledattn::cuda
