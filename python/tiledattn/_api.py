@@ -147,6 +147,7 @@ def paged_attention(
     out: Array | None = None,
     lse: Array | None = None,
     return_lse: bool = False,
+    early_start: bool = False,
     check: bool = False,
     workspace: Workspace | None = None,
     stream: StreamLike = None,
@@ -190,6 +191,11 @@ def paged_attention(
         ``out.shape[:-1]`` float32.
     return_lse
         Make and return the log-sum-exp, natural logarithm, too.
+    early_start
+        Your word that everything but q and the last ``Sq`` keys of each sequence was written before the
+        kernel that runs before this call in its stream began. Decode on Hopper then reads the first keys
+        while that kernel ends, which hides some microseconds of each call; elsewhere it changes nothing.
+        See docs/kernels/decode.md.
     check
         Wait, and raise what the device found in ids, lengths and ``cu_seqlens_q``.
     workspace
@@ -245,6 +251,7 @@ def paged_attention(
         out,
         lse,
         return_lse,
+        early_start,
         check,
         _compiled(workspace),
         stream,

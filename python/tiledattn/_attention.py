@@ -119,6 +119,7 @@ class TiledAttention:
         v_scale: Array | float | None = None,
         out: Array | None = None,
         lse: Array | None = None,
+        early_start: bool = False,
         check: bool = False,
         stream: StreamLike = None,
     ) -> Array | tuple[Array, Array] | None:
@@ -153,6 +154,9 @@ class TiledAttention:
             result is written in the same launch.
         lse
             ``out.shape[:-1]`` float32, with ``out``.
+        early_start
+            Your word that everything but q and the last ``Sq`` keys of each sequence's tile was written before
+            the kernel that runs before this call in its stream began; see `paged_attention`.
         check
             Wait, and raise what the device found in ids, counts, slots and positions.
         stream
@@ -186,6 +190,7 @@ class TiledAttention:
             v_scale,
             out,
             lse,
+            early_start,
             check,
             stream,
         )

@@ -166,6 +166,7 @@ inline TileArgs to_tile(const tiledattn_tile_args& from) {
   tile.v_scale = to_scale(from.v_scale, "v_scale");
   tile.out = to_optional_tensor(from.out, "out");
   tile.lse = to_optional_tensor(from.lse, "lse");
+  tile.early_start = from.early_start != 0;
   return tile;
 }
 
@@ -202,6 +203,7 @@ inline PagedArgs to_paged(const tiledattn_paged_args& from) {
   args.lse = to_optional_tensor(from.lse, "lse");
   args.k_scale = to_scale(from.k_scale, "k_scale");
   args.v_scale = to_scale(from.v_scale, "v_scale");
+  args.early_start = from.early_start != 0;
   args.causal = to_bool(from.causal, true, "causal");
   args.cu_seqlens_q = to_optional_tensor(from.cu_seqlens_q, "cu_seqlens_q");
   args.max_seqlen_q = optional_value(from.max_seqlen_q);

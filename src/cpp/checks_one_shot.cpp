@@ -254,6 +254,7 @@ AttentionProblem check_paged_attention(const PagedArgs& args) {
   }
   p.seq_lens = check_index("seq_lens", args.seq_lens, q.device, "q", {{"num_seqs", p.num_seqs}});
   p.causal = args.causal;
+  p.early_start = args.early_start;
   set_score(p, args.score);
   p.out = check_result(q, axes, p.head_dim_v, args.out, args.lse);
   check_results_apart(args.out, args.lse, [&](const Written& written) {

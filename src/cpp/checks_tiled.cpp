@@ -100,6 +100,7 @@ void check_pools(AttentionProblem& p, const TiledAttentionDims& dims, Device dev
 void check_tile_table(AttentionProblem& p, const TiledAttentionDims& dims, Device device,
                       const TileArgs& tile) {
   p.key_source = KeySource::tiles;
+  p.early_start = tile.early_start;
   p.table = check_index("tile_blocks", tile.tile_blocks, device, kOwner,
                         {{"num_seqs", p.num_seqs}, {"blocks of the tile", kAnySize}});
   p.table_width = tile.tile_blocks.shape[1];

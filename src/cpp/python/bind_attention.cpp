@@ -171,7 +171,7 @@ nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::han
                   nb::handle tile_blocks, nb::handle tile_block_counts,
                   nb::handle last_block_valid_slots, nb::handle kv_positions,
                   nb::handle q_positions, nb::handle k_scale, nb::handle v_scale, nb::handle out,
-                  nb::handle lse, nb::handle check, nb::handle stream) {
+                  nb::handle lse, nb::handle early_start, nb::handle check, nb::handle stream) {
   TensorArgs args(stream);
   TileArgs tile;
   tile.q = args.input(q, "q");
@@ -186,6 +186,7 @@ nb::any step_tile(BoundAttention& self, nb::handle q, nb::handle k_pool, nb::han
   tile.v_scale = optional_scale_arg(args, v_scale, "v_scale");
   if (!out.is_none()) tile.out = args.output(out, "out");
   if (!lse.is_none()) tile.lse = args.output(lse, "lse");
+  tile.early_start = bool_arg(early_start, "early_start");
   const bool wait = bool_arg(check, "check");
   const Stream launch = args.launch_stream();
   {
@@ -246,7 +247,8 @@ void bind_attention(nb::module_& m) {
       .def("step_tile", step_tile, "q"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(),
            "tile_blocks"_a.none(), "tile_block_counts"_a.none(), "last_block_valid_slots"_a.none(),
            "kv_positions"_a.none(), "q_positions"_a.none(), "k_scale"_a.none(), "v_scale"_a.none(),
-           "out"_a.none(), "lse"_a.none(), "check"_a.none(), "stream"_a.none())
+           "out"_a.none(), "lse"_a.none(), "early_start"_a.none(), "check"_a.none(),
+           "stream"_a.none())
       .def("finalize", finalize, "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(),
            "stream"_a.none())
       .def(

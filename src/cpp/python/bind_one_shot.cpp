@@ -68,8 +68,8 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
                               nb::handle softmax_scale, nb::handle window, nb::handle softcap,
                               nb::handle sinks, nb::handle k_scale, nb::handle v_scale,
                               nb::handle cu_seqlens_q, nb::handle max_seqlen_q, nb::handle out,
-                              nb::handle lse, nb::handle return_lse, nb::handle check,
-                              Workspace* workspace, nb::handle stream) {
+                              nb::handle lse, nb::handle return_lse, nb::handle early_start,
+                              nb::handle check, Workspace* workspace, nb::handle stream) {
   TensorArgs args(stream);
   PagedArgs call;
   call.q = args.input(q, "q");
@@ -83,6 +83,7 @@ nb::any bound_paged_attention(nb::handle q, nb::handle k_pool, nb::handle v_pool
   call.cu_seqlens_q = args.optional_input(cu_seqlens_q, "cu_seqlens_q");
   call.max_seqlen_q = optional_integer_arg(max_seqlen_q, "max_seqlen_q");
   call.score = score_arg(args, softmax_scale, softcap, window, sinks);
+  call.early_start = bool_arg(early_start, "early_start");
   call.check = bool_arg(check, "check");
   call.workspace = workspace;
   const ResultArrays results(args, attention_result_like(call.q, call.v_pool), out, lse,
@@ -165,8 +166,8 @@ void bind_one_shot(nb::module_& m) {
         "v_pool"_a.none(), "block_table"_a.none(), "seq_lens"_a.none(), "causal"_a.none(),
         "softmax_scale"_a.none(), "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(),
         "k_scale"_a.none(), "v_scale"_a.none(), "cu_seqlens_q"_a.none(), "max_seqlen_q"_a.none(),
-        "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "check"_a.none(),
-        "workspace"_a.none(), "stream"_a.none());
+        "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "early_start"_a.none(),
+        "check"_a.none(), "workspace"_a.none(), "stream"_a.none());
   m.def("merge_attention", bound_merge_attention, "out_a"_a.none(), "lse_a"_a.none(),
         "out_b"_a.none(), "lse_b"_a.none(), "lse_base"_a.none(), "out"_a.none(), "lse"_a.none(),
         "stream"_a.none());

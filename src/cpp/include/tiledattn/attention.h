@@ -106,6 +106,7 @@ struct TileArgs {
   std::optional<KvScale> v_scale;
   std::optional<Tensor> out;  ///< given: the last tile; finalize in the same call
   std::optional<Tensor> lse;  ///< with out
+  bool early_start = false;   ///< as in PagedArgs
 };
 
 /// Attention over a KV cache visited tile by tile; the running softmax state stays in this object's

@@ -180,6 +180,7 @@ typedef struct tiledattn_tile_args {
   int32_t check;               /* not 0: wait and report what the device found */
   tiledattn_scale k_scale;     /* of quantised pools */
   tiledattn_scale v_scale;
+  int32_t early_start; /* as in tiledattn_paged_args */
 } tiledattn_tile_args;
 
 /* `device` NULL: the default device. `options` NULL: the defaults. Sinks are copied. */
@@ -304,6 +305,10 @@ typedef struct tiledattn_paged_args {
   tiledattn_workspace* workspace; /* NULL: the device's own */
   tiledattn_scale k_scale;        /* of quantised pools */
   tiledattn_scale v_scale;
+  /* Not 0: the caller's word that all but q and the last q_len keys of each sequence was written
+   * before the kernel that runs before this call in its stream began. Decode on Hopper then reads
+   * the first keys while that kernel ends; elsewhere it changes nothing. */
+  int32_t early_start;
 } tiledattn_paged_args;
 
 typedef struct tiledattn_merge_args {

@@ -48,6 +48,10 @@ struct PagedArgs {
   std::optional<Tensor> cu_seqlens_q;  ///< [B + 1]
   std::optional<std::int64_t> max_seqlen_q;
   ScoreOptions score;
+  /// The caller's word that all but q and the last Sq keys of each sequence was written before the
+  /// kernel that runs before this call in its stream began. Decode on Hopper then reads the first
+  /// keys while that kernel ends; elsewhere it changes nothing.
+  bool early_start = false;
   bool check = false;
   Workspace* workspace = nullptr;
 };
