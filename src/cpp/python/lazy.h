@@ -25,4 +25,22 @@ class Lazy {
   std::atomic<PyObject*> object_ = nullptr;
 };
 
+/// The name of an attribute that every call reads. Python finds a name that it holds once (is
+/// interned) by its address.
+class LazyName {
+ public:
+  explicit LazyName(const char* text) : text_(text) {}
+  nanobind::handle get() {
+    return name_.get([this] {
+      PyObject* const name = PyUnicode_InternFromString(text_);
+      if (!name) throw nanobind::python_error();
+      return nanobind::steal(name);
+    });
+  }
+
+ private:
+  const char* text_;
+  Lazy name_;
+};
+
 }  // namespace tiledattn::binding

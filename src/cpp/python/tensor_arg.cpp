@@ -35,13 +35,17 @@ std::string message_of(const nb::python_error& error) {
 
 /// A lazily negated tensor would be read with the wrong sign: no array interface tells of it.
 void refuse_negated(nb::handle tensor, const char* name) {
-  if (tensor.attr("is_neg")().ptr() != Py_True) return;
+  static Lazy method;  // called without looking it up in each tensor
+  const nb::handle is_neg =
+      method.get([] { return nb::module_::import_("torch").attr("Tensor").attr("is_neg"); });
+  if (is_neg(tensor).ptr() != Py_True) return;
   throw ValueError(std::string(name) + ": is a lazily negated tensor; pass its resolve_neg()");
 }
 
 /// Results carry no gradient, so an input that expects one is refused.
 void refuse_gradient(nb::handle tensor, const char* name) {
-  if (tensor.attr("requires_grad").ptr() != Py_True) return;
+  static LazyName requires_grad("requires_grad");
+  if (tensor.attr(requires_grad.get()).ptr() != Py_True) return;
   if (nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True) return;
   throw ValueError(std::string(name) +
                    ": requires grad, and the library computes the forward pass only; call it under "
@@ -49,24 +53,25 @@ void refuse_gradient(nb::handle tensor, const char* name) {
                    "pass a detached tensor");
 }
 
-/// Is a dual level of torch entered? Read from the module's dictionary, since every tensor of every
-/// call comes here.
-bool is_in_dual_level(nb::handle forward_ad) {
+nb::handle forward_ad() {
+  static Lazy module;
+  return module.get([] { return nb::module_::import_("torch.autograd.forward_ad"); });
+}
+
+/// Is a dual level of torch entered? Read from the module's dictionary, since every call comes
+/// here.
+bool is_in_dual_level() {
   static Lazy variables;
-  static Lazy name;
+  static LazyName name("_current_level");
   const nb::handle level = PyDict_GetItemWithError(
-      variables.get([&] { return nb::object(forward_ad.attr("__dict__")); }).ptr(),
-      name.get([] { return nb::str("_current_level"); }).ptr());
+      variables.get([] { return nb::object(forward_ad().attr("__dict__")); }).ptr(),
+      name.get().ptr());
   return !level || !PyLong_Check(level.ptr()) || PyLong_AsLong(level.ptr()) >= 0;
 }
 
 /// Nor do they carry a tangent, which a tensor that does not require grad can have in a dual level.
 void refuse_tangent(nb::handle tensor, const char* name) {
-  static Lazy module;
-  const nb::handle forward_ad =
-      module.get([] { return nb::module_::import_("torch.autograd.forward_ad"); });
-  if (!is_in_dual_level(forward_ad)) return;
-  if (forward_ad.attr("unpack_dual")(tensor).attr("tangent").is_none()) return;
+  if (forward_ad().attr("unpack_dual")(tensor).attr("tangent").is_none()) return;
   throw ValueError(std::string(name) +
                    ": has a tangent of forward-mode AD, and the library computes the forward pass "
                    "only; pass its primal, without a tangent");
@@ -134,7 +139,8 @@ Tensor TensorArgs::convert(nb::handle array, const char* name, bool writable) {
   if (!framework_) framework_ = type.framework;
   if (type.framework == Framework::torch) {
     refuse_gradient(array, name);
-    refuse_tangent(array, name);
+    if (!in_dual_level_) in_dual_level_ = is_in_dual_level();
+    if (*in_dual_level_) refuse_tangent(array, name);
     refuse_negated(array, name);
   }
   Tensor tensor;
@@ -163,11 +169,14 @@ Tensor TensorArgs::convert_quickly(nb::handle array, const char* name,
   dlpack::Array described;
   if (api.describe(array.ptr(), &described) != 0) refuse_export(nb::python_error(), array, name);
   const Tensor tensor = tensor_of(described, name);
-  if (!tensor.device.is_cpu()) {
+  // The stream of a framework on a device is the same for all arrays of a call.
+  const bool is_asked = asked_ == &api && device_ == tensor.device;
+  if (!tensor.device.is_cpu() && !is_asked) {
     void* producer = nullptr;
     if (api.current_stream(described.device.type, described.device.id, &producer) != 0)
       throw nb::python_error();
     came_from(tensor.device, stream_of(reinterpret_cast<std::uintptr_t>(producer)));
+    if (!device_ || device_ == tensor.device) asked_ = &api;
   }
   return tensor;
 }

@@ -55,8 +55,10 @@ class TensorArgs {
   std::optional<Stream> given_;
   std::optional<Stream> chosen_;
   std::optional<Framework> framework_;
-  std::optional<Device> device_;   // of the first array
-  std::vector<Stream> producers_;  // other streams that frameworks are on
+  std::optional<Device> device_;                // of the first array
+  std::vector<Stream> producers_;               // other streams that frameworks are on
+  const dlpack::ExchangeApi* asked_ = nullptr;  // for its stream on device_
+  std::optional<bool> in_dual_level_;           // of torch's forward-mode AD
   std::vector<nanobind::handle> torch_outputs_;
   std::vector<ManagedArray> held_;
   std::vector<nanobind::ndarray<nanobind::ro>> held_buffers_;
