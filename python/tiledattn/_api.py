@@ -10,9 +10,7 @@ from . import _core
 from ._types import Array, DeviceLike, StreamLike, Support, Window, Workspace
 
 
-def _compiled(workspace: Workspace | None) -> _core.Workspace | None:
-    if workspace is None:
-        return None
+def _compiled(workspace: Workspace) -> _core.Workspace:
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: expected a Workspace or None, got {type(workspace).__name__}")
     return workspace._core
@@ -123,7 +121,7 @@ def flash_attention(
         lse,
         return_lse,
         check,
-        _compiled(workspace),
+        None if workspace is None else _compiled(workspace),
         stream,
     )
 
@@ -253,7 +251,7 @@ def paged_attention(
         return_lse,
         early_start,
         check,
-        _compiled(workspace),
+        None if workspace is None else _compiled(workspace),
         stream,
     )
 
