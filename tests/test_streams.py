@@ -412,6 +412,67 @@ def test_check_while_capturing_is_refused(gpu):
             ta.paged_attention(*given, out=out, check=True)
 
 
+def test_a_call_beside_a_capture_runs_at_once(gpu):
+    """The legacy default stream is in no capture, also while another stream is: its call runs, and once."""
+    torch = gpu.torch
+    data = PAGED.make("float32")
+    given = list(map(gpu.array, data.args))
+    at_once, captured = (torch.full_like(given[0], 7.0) for _ in range(2))
+    ta.paged_attention(*given, out=at_once.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        ta.paged_attention(*given, out=captured)
+        ta.paged_attention(*given, out=at_once, stream=0)
+    torch.cuda.synchronize()
+    want = calls.want_paged(data)[0]
+    compare.out_close(gpu.numpy(at_once), want, "float32")
+    assert (captured == 7.0).all(), "the captured call has run"
+    at_once.fill_(7.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    compare.out_close(gpu.numpy(captured), want, "float32")
+    assert (at_once == 7.0).all(), "the call beside the capture is in the graph"
+
+
+def test_threads_alternate_between_kernels(gpu):
+    """What a thread remembers of its last launch and its device's faults is right for the next call too."""
+    torch = gpu.torch
+    work = []
+    for head_dim in (64, 128, 256):
+        data = cases.Paged("", seq_lens=(40, 0, 96), head_dim=head_dim).make("bfloat16")
+        work.append((list(map(gpu.array, data.args)), calls.want_paged(data)[0]))
+    flash = [gpu.array(cases.Flash("", head_dim=head_dim).make("bfloat16")[0][0]) for head_dim in (64, 128)]
+    torch.cuda.synchronize()
+
+    def repeat(_):
+        for _ in range(3):
+            for given, want in work:
+                out = ta.paged_attention(*given)
+                for q in flash:
+                    ta.flash_attention(q, q, q)
+                torch.cuda.synchronize()
+                compare.out_close(gpu.numpy(out), want, "bfloat16")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(repeat, range(4)))
+
+
+def test_any_thread_raises_what_the_device_found(gpu):
+    torch = gpu.torch
+    data = PAGED.make("float32")
+    given = list(map(gpu.array, data.args))
+    with ThreadPoolExecutor(1) as other:
+        other.submit(ta.paged_attention, *given).result()
+        wrong = [*given[:4], torch.full_like(given[4], -5)]
+        ta.paged_attention(*wrong)
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError, match="seq_lens"):
+            other.submit(ta.paged_attention, *given).result()
+    ta.paged_attention(*given)
+    ta.check("cuda")
+
+
 def test_calls_do_not_wait_for_the_device(gpu):
     torch = gpu.torch
     data = PAGED.make("float32")

@@ -23,12 +23,19 @@ namespace {
 /// write into it.
 FaultLog* device_faults(Device device) {
   if (device.is_cpu()) return nullptr;
+  struct Known {
+    int index = -1;
+    FaultLog* log = nullptr;
+  };
+  thread_local Known last;
+  if (last.index == device.index) return last.log;
   static std::mutex mutex;
   static auto& logs = *new std::map<int, std::shared_ptr<FaultLog>>;
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<FaultLog>& log = logs[device.index];
   if (!log) log = backend_for(device).make_fault_log(device.index);
-  return log.get();
+  last = {device.index, log.get()};
+  return last.log;
 }
 
 /// `check=True`: wait for `stream` and throw what the device found.

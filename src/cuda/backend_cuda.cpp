@@ -5,7 +5,7 @@
 //
 // Rules of this folder: device code in .cu and .cuh alone; a folder for each kernel family, with a
 // plain C++ header that declares one launch function for each variant; common/ includes nothing
-// outside itself but the core's headers and cuda_check.h.
+// outside itself but the core's headers, cuda_check.h and device_guard.h.
 #include <cuda_runtime_api.h>
 
 #include <string>
@@ -38,16 +38,16 @@ cudaStream_t native(const Stream& stream) { return static_cast<cudaStream_t>(str
 
 class CudaBackend : public Backend {
  public:
-  int device_count() const override { return static_cast<int>(cuda::devices().names.size()); }
+  int device_count() const override { return static_cast<int>(cuda::devices().usable.size()); }
   std::string why_unavailable() const override { return cuda::devices().why_none; }
 
   std::string device_name(int index) const override {
-    const auto& names = cuda::devices().names;
-    if (index < 0 || index >= static_cast<int>(names.size())) {
+    const auto& usable = cuda::devices().usable;
+    if (index < 0 || index >= static_cast<int>(usable.size())) {
       throw ValueError("device: got cuda:" + std::to_string(index) + "; this machine has " +
-                       std::to_string(names.size()) + " usable CUDA device(s)");
+                       std::to_string(usable.size()) + " usable CUDA device(s)");
     }
-    return names[static_cast<std::size_t>(index)];
+    return usable[static_cast<std::size_t>(index)].name;
   }
 
   int compute_capability(int index) const override { return cuda::compute_capability(index); }
@@ -106,16 +106,19 @@ class CudaBackend : public Backend {
   }
 
   void order(int index, const Stream& waiting, const Stream& on) const override {
+    if (cuda::same_stream(native(waiting), native(on))) return;
     const DeviceGuard guard(index);
     cuda::order_streams(index, native(waiting), native(on));
   }
 
   std::uint64_t capture_id(int index, const Stream& stream) const override {
+    if (cuda::is_legacy(native(stream))) return 0;  // which nobody can capture
     const DeviceGuard guard(index);
     return cuda::capture_id(native(stream));
   }
 
   std::uint64_t stream_id(int index, const Stream& stream) const override {
+    if (cuda::is_legacy(native(stream))) return 0;
     const DeviceGuard guard(index);
     return cuda::stream_id(native(stream));
   }

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "capability.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
 
-#include "cuda_check.h"
+#include "device_guard.h"
+#include "devices.h"
 #include "tiledattn/error.h"
 
 namespace tiledattn::cuda {
@@ -29,32 +27,8 @@ int capability_wanted() {
                    "'; expected best, portable or plain");
 }
 
-int attribute(cudaDeviceAttr which, const char* name, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute", name);
-  return value;
-}
-
-/// What never changes about a device, asked once.
-struct DeviceFacts {
-  int capability = 0;  ///< 10 * major + minor
-  int multiprocessors = 0;
-};
-
-const DeviceFacts& facts(int device) {
-  static std::mutex mutex;
-  static std::map<int, DeviceFacts> all;
-  const std::lock_guard<std::mutex> lock(mutex);
-  DeviceFacts& known = all[device];
-  if (known.capability == 0) {
-    known.multiprocessors =
-        attribute(cudaDevAttrMultiProcessorCount, "MultiProcessorCount", device);
-    known.capability =
-        10 * attribute(cudaDevAttrComputeCapabilityMajor, "ComputeCapabilityMajor", device) +
-        attribute(cudaDevAttrComputeCapabilityMinor, "ComputeCapabilityMinor", device);
-  }
-  return known;
-}
+/// Of a device that a call has chosen, so that it is one of them.
+const DeviceFacts& facts(int device) { return devices().usable[static_cast<std::size_t>(device)]; }
 
 /// Built for other architectures, the kernels of sm_90a are empty.
 constexpr bool kHasSm90a =
@@ -68,10 +42,6 @@ int compute_capability(int device) {
   return std::min(wanted, found == 90 && !kHasSm90a ? 80 : found);
 }
 
-int num_multiprocessors() {
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  return facts(device).multiprocessors;
-}
+int num_multiprocessors() { return facts(DeviceGuard::current()).multiprocessors; }
 
 }  // namespace tiledattn::cuda

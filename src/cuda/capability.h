@@ -9,7 +9,7 @@ namespace tiledattn::cuda {
 /// calls.
 int compute_capability(int device);
 
-/// Streaming multiprocessors of the current device.
+/// Streaming multiprocessors of the device that a DeviceGuard has made current.
 int num_multiprocessors();
 
 }  // namespace tiledattn::cuda

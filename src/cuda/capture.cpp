@@ -11,6 +11,12 @@
 
 namespace tiledattn::cuda {
 
+bool is_legacy(cudaStream_t stream) { return stream == nullptr || stream == cudaStreamLegacy; }
+
+bool same_stream(cudaStream_t a, cudaStream_t b) {
+  return a == b || (is_legacy(a) && is_legacy(b));
+}
+
 namespace {
 
 struct Capture {
@@ -20,6 +26,8 @@ struct Capture {
 };
 
 Capture capture_of(cudaStream_t stream) {
+  // Nobody can capture it; and the driver answers with an error while another stream is captured.
+  if (is_legacy(stream)) return {};
   cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   Capture capture;
@@ -30,11 +38,6 @@ Capture capture_of(cudaStream_t stream) {
   const cudaError_t status =
       cudaStreamGetCaptureInfo_v2(stream, &state, &id, &capture.graph, nullptr, nullptr);
 #endif
-  if (status == cudaErrorStreamCaptureImplicit) {
-    // The legacy stream, while another stream is capturing: not itself in a capture.
-    (void)cudaGetLastError();
-    return {};
-  }
   check(status, "cudaStreamGetCaptureInfo");
   capture.active = state == cudaStreamCaptureStatusActive;
   capture.id = id;
@@ -45,12 +48,6 @@ Capture capture_of(cudaStream_t stream) {
 void release_owner(void* owner) {
   const NoCudaCalls no_cuda_calls;
   delete static_cast<std::shared_ptr<void>*>(owner);
-}
-
-bool is_legacy(cudaStream_t stream) { return stream == nullptr || stream == cudaStreamLegacy; }
-
-bool same_stream(cudaStream_t a, cudaStream_t b) {
-  return a == b || (is_legacy(a) && is_legacy(b));
 }
 
 /// Events to order streams with. They can be used again at once: a wait refers to the record before
@@ -96,7 +93,6 @@ std::uint64_t capture_id(cudaStream_t stream) {
 }
 
 std::uint64_t stream_id(cudaStream_t stream) {
-  if (is_legacy(stream)) return 0;
   unsigned long long id = 0;
   check(cudaStreamGetId(stream, &id), "cudaStreamGetId");
   // As with captures, 0 is left to mean something else.
@@ -118,7 +114,6 @@ void retain_in_capture(cudaStream_t stream, std::shared_ptr<void> owner) {
 }
 
 void order_streams(int device, cudaStream_t waiting, cudaStream_t on) {
-  if (same_stream(waiting, on)) return;
   if (capture_of(waiting).active || capture_of(on).active) return;
   const cudaEvent_t event = event_pool().take(device);
   cudaError_t status = cudaEventRecord(event, on);

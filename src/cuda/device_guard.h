@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <utility>
+
 #include "cuda_check.h"
 
 namespace tiledattn::cuda {
@@ -14,15 +16,24 @@ class DeviceGuard {
     check(cudaGetDevice(&former_), "cudaGetDevice");
     changed_ = former_ != device;
     if (changed_) check(cudaSetDevice(device), "cudaSetDevice(" + std::to_string(device) + ")");
+    outer_ = std::exchange(innermost, device);
   }
   ~DeviceGuard() {
+    innermost = outer_;
     if (changed_) (void)cudaSetDevice(former_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
+  /// The device of this thread's innermost guard, for all that runs under one: the runtime would
+  /// take longer to say it than all else that most callers do.
+  static int current() { return innermost; }
+
  private:
+  inline static thread_local int innermost = -1;  ///< -1: no guard
+
   int former_ = 0;
+  int outer_ = -1;
   bool changed_ = false;
 };
 

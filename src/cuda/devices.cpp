@@ -55,7 +55,8 @@ Devices find_devices() {
       }
       return found;
     }
-    found.names.push_back(name);
+    found.usable.push_back(
+        {name, 10 * properties.major + properties.minor, properties.multiProcessorCount});
   }
   if (count == 0) found.why_none = "no CUDA device can be used: the driver reports none";
   return found;

@@ -5,8 +5,8 @@
 
 namespace tiledattn::cuda {
 
-/// Lets blocks of `kernel` have so many bytes of dynamic shared memory on the current device. The
-/// driver is asked only where it has not yet allowed as many.
+/// Lets blocks of `kernel` have so many bytes of dynamic shared memory on the device that a
+/// DeviceGuard has made current. The driver is asked only where it has not yet allowed as many.
 void allow_shared_bytes(const void* kernel, const char* name, std::size_t bytes);
 
 }  // namespace tiledattn::cuda
