@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda_check.h"
+#include "device_guard.h"
 #include "tiledattn/error.h"
 
 namespace tiledattn::cuda {
@@ -78,11 +79,17 @@ CUtensorMap encode(const TensorMapSpec& spec) {
     steps[i] = 1;
   }
   CUtensorMap map;
-  const CUresult status =
-      encode_tiled(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
-                   const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(),
-                   steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encode_tiled(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
+                        const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(),
+                        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the runtime has done nothing in this thread yet
+    check(cudaSetDevice(DeviceGuard::current()), "cudaSetDevice");
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw CudaError("cuTensorMapEncodeTiled failed with CUresult " +
                     std::to_string(static_cast<int>(status)));
