@@ -190,17 +190,37 @@ double TileWork::head_scale(const ScaleView& scale, std::int64_t kv_head) const 
   return scale.by_key ? unit : unit * finite_or_nan(scale.at(0, 0, kv_head));
 }
 
-/// The keys of the tile's first KV head.
+/// The keys of the tile's first KV head. A division and a table entry for each of them would cost a
+/// quarter of decode, so only a run of keys at one stride has them: a block of the cache.
 void TileWork::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
   block.keys = keys;
   const int count = block.size();
-  for (int j = 0; j < kBlockKeys; ++j) {
-    // Entries after the last key repeat it.
-    const KeyPlace place = key_place(p_, t.sequence, keys.begin + std::min(j, count - 1));
-    block.k[j] = advance(p_.k.data, pool_offset(p_.k, place, t.kv_head), p_.kv_dtype);
-    block.v[j] = advance(p_.v.data, pool_offset(p_.v, place, t.kv_head), p_.kv_dtype);
-    if (p_.k_scale.by_key) block.k_scale[j] = scale_address(p_.k_scale, place, t.kv_head);
-    if (p_.v_scale.by_key) block.v_scale[j] = scale_address(p_.v_scale, place, t.kv_head);
+  const std::int64_t item = item_bytes(p_.kv_dtype);
+  constexpr std::int64_t kScale = sizeof(float);
+  for (int j = 0, end = 0; j < count; j = end) {
+    const KeyPlace place = key_place(p_, t.sequence, keys.begin + j);
+    const std::int64_t run = p_.table.given() ? p_.block_size - place.token : count;
+    end = static_cast<int>(std::min<std::int64_t>(j + run, count));
+    const auto fill = [&](const void** to, const void* first, std::int64_t stride) {
+      for (int i = j; i < end; ++i) to[i] = static_cast<const char*>(first) + (i - j) * stride;
+    };
+    const std::int64_t k = pool_offset(p_.k, place, t.kv_head);
+    const std::int64_t v = pool_offset(p_.v, place, t.kv_head);
+    fill(block.k, advance(p_.k.data, k, p_.kv_dtype), p_.k.token_stride * item);
+    fill(block.v, advance(p_.v.data, v, p_.kv_dtype), p_.v.token_stride * item);
+    if (p_.k_scale.by_key)
+      fill(block.k_scale, scale_address(p_.k_scale, place, t.kv_head),
+           p_.k_scale.token_stride * kScale);
+    if (p_.v_scale.by_key)
+      fill(block.v_scale, scale_address(p_.v_scale, place, t.kv_head),
+           p_.v_scale.token_stride * kScale);
+  }
+  // Entries after the last key repeat it.
+  for (int j = count; j < kBlockKeys; ++j) {
+    block.k[j] = block.k[count - 1];
+    block.v[j] = block.v[count - 1];
+    if (p_.k_scale.by_key) block.k_scale[j] = block.k_scale[count - 1];
+    if (p_.v_scale.by_key) block.v_scale[j] = block.v_scale[count - 1];
   }
 }
 
