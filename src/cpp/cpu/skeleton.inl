@@ -104,7 +104,8 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
       typename D::QueryOperand x[Rows];
       for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
       typename D::Operand y{};  // where the loop stays one, GCC sees no first value
-      // One loop over all sums, so that GCC unrolls it early and keeps them in registers.
+      // One loop over all sums, unrolled early: else they leave the registers.
+#pragma GCC unroll 16
       for (int n = 0; n < kKeys * Rows; ++n) {
         const int i = n / Rows, r = n % Rows;
         if (r == 0) y = D::load_key(k[i] + d);
