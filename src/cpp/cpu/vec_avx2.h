@@ -37,13 +37,12 @@ inline Vec load(const Int8* p) {
 
 /// Sixteen float8 elements as float16.
 inline __m256i widen_float8(__m128i bytes) {
-  // Sign-extended and moved to one place below the top, a byte is the float16 but for the copy of
-  // the sign in bit 14.
+  // Sign-extended and moved to one place below the top, a byte is the float16 but for bit 14: there
+  // is a copy of the sign, and NaN alone (exponent and mantissa all ones) should have a one. Only
+  // of NaN does the sum change that bit, so what has changed is what should be there.
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  const __m256i half = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbfff)));
-  // Of NaN alone (exponent and mantissa all ones) the sum reaches bit 14, which makes it one here.
-  const __m256i sum = _mm256_add_epi16(half, _mm256_set1_epi16(0x0080));
-  return _mm256_or_si256(half, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000)));
+  const __m256i sum = _mm256_add_epi16(words, _mm256_set1_epi16(0x0080));
+  return _mm256_xor_si256(words, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000)));
 }
 
 inline Vec load(const Float8* p) {

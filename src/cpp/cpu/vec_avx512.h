@@ -44,25 +44,20 @@ inline Vec load(const Int8* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
-/// 32 float8 elements as float16.
-inline __m512i widen_float8(__m256i bytes) {
-  // Sign-extended and moved to one place below the top, a byte is the float16 but for the copy of
-  // the sign in bit 14.
-  const __m512i words = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
-  const __m512i half = _mm512_and_si512(words, _mm512_set1_epi16(static_cast<short>(0xbfff)));
-  // Of NaN alone (exponent and mantissa all ones) the sum reaches bit 14, which makes it one here.
-  const __m512i sum = _mm512_add_epi16(half, _mm512_set1_epi16(0x0080));
-  return _mm512_or_si512(half, _mm512_and_si512(sum, _mm512_set1_epi16(0x4000)));
+
+/// Sixteen float8 elements as float16.
+inline __m256i widen_float8(__m128i bytes) {
+  // Sign-extended and moved to one place below the top, a byte is the float16 but for bit 14: there
+  // is a copy of the sign, and NaN alone (exponent and mantissa all ones) should have a one. Only
+  // of NaN does the sum change that bit, so what has changed is what should be there.
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  const __m256i sum = _mm256_add_epi16(words, _mm256_set1_epi16(0x0080));
+  constexpr int kFirstXorOthersAnded = 0x78;
+  return _mm256_ternarylogic_epi32(words, sum, _mm256_set1_epi16(0x4000), kFirstXorOthersAnded);
 }
 
 inline Vec load(const Float8* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm512_cvtph_ps(_mm512_castsi512_si256(widen_float8(_mm256_castsi128_si256(bytes))));
-}
-inline void load_two(const Float8* p, Vec* v) {
-  const __m512i half = widen_float8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  v[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
-  v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+  return _mm512_cvtph_ps(widen_float8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
 inline Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
