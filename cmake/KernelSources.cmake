@@ -11,7 +11,7 @@ set(kernel_flags -fno-math-errno -fno-trapping-math -ffp-contract=off)
 set(kernel_flags_scalar "")
 set(kernel_flags_avx2 -mavx2 -mfma -mf16c)
 set(kernel_flags_avx512 ${kernel_flags_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
-set(kernel_flags_avx512bf16 ${kernel_flags_avx512} -mavx512bf16)
+set(kernel_flags_avx512bf16 ${kernel_flags_avx512} -mavx512bf16 -mavx512vbmi)
 set(kernel_flags_neon "")
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

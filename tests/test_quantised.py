@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import arrays
 import cases
 import compare
 import numpy as np
@@ -126,14 +127,18 @@ def test_every_code_of_v(device, kv_dtype):
         np.testing.assert_array_equal(out.reshape(-1), want)
 
 
-def test_every_code_of_k(device, kv_dtype):
-    """256 sequences of one key with one element: the lse is the score, which is K."""
+@pytest.mark.parametrize("head_dim", [1, 8, 200])
+def test_every_code_of_k(device, dtype, kv_dtype, head_dim):
+    """256 sequences of one key, all of one code. A head's q picks one element: the lse is the score, which is K."""
     codes = np.arange(256, dtype=np.uint8).view(quantised.STORED[kv_dtype])
+    picked = np.linspace(0, head_dim - 1, 4).astype(int)
+    q = np.zeros((256, 4, head_dim), arrays.NP_DTYPE[dtype])
+    q[:, range(4), picked] = 1
     for scale in (1.0, np.full((256, 1), 0.75, np.float32)):
-        pool = codes.reshape(256, 1, 1, 1)
+        pool = np.repeat(codes.reshape(256, 1, 1, 1), head_dim, -1)
         _, lse = device.call(
             ta.paged_attention,
-            np.ones((256, 1, 1), np.float32),
+            q,
             pool,
             np.ones_like(pool),
             np.arange(256, dtype=np.int32).reshape(256, 1),
@@ -143,8 +148,8 @@ def test_every_code_of_k(device, kv_dtype):
             v_scale=1.0,
             return_lse=True,
         )
-        want = codes.astype(np.float32) * np.float32(np.asarray(scale).max())
-        np.testing.assert_array_equal(lse.reshape(-1), want)
+        want = codes.astype(np.float64) * np.asarray(scale).max()
+        np.testing.assert_allclose(lse, np.repeat(want[:, None], 4, 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SCALES)

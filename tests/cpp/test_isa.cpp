@@ -35,6 +35,17 @@ std::string forced() {
   return text ? text : "";
 }
 
+double from_int8(std::uint8_t code) { return static_cast<std::int8_t>(code); }
+
+/// float8_e4m3fn: sign, four bits of exponent with bias 7, three of mantissa, no infinity.
+double from_float8(std::uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7f) == 0x7f) return std::nan("");
+  const double magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
 }  // namespace
 
 TEST(each_instruction_set) {
@@ -149,6 +160,56 @@ TEST(kernels_convert_every_half) {
       for (std::int64_t i = 0; i < v.size(); ++i) {
         // 0 is written for any zero; everything else comes out as it went in.
         CHECK(std::isnan(v[i]) ? std::isnan(got[i]) : got[i] == v[i]);
+      }
+    }
+  }
+}
+
+TEST(kernels_convert_every_byte) {
+  // Each code as all of K and, elsewhere in each row, as V, under one key: the score is the number
+  // in K that a head's q picks, and the result is V.
+  const std::int64_t codes = 256, heads = 4, head_dim = 200;
+  std::vector<std::uint8_t> k(codes * head_dim), v(codes * head_dim);
+  Host q({codes, heads, head_dim});
+  for (std::int64_t s = 0; s < codes; ++s) {
+    for (std::int64_t d = 0; d < head_dim; ++d) {
+      k[s * head_dim + d] = static_cast<std::uint8_t>(s);
+      v[s * head_dim + d] = static_cast<std::uint8_t>(s + d);
+    }
+    for (std::int64_t h = 0; h < heads; ++h) q[(s * heads + h) * head_dim + h * 66] = 1;
+  }
+  std::vector<std::int64_t> blocks(codes);
+  for (std::int64_t s = 0; s < codes; ++s) blocks[s] = s;
+  const Array table = indices({codes, 1}, blocks, kCpu);
+  const Array lens = indices({codes}, std::vector<std::int64_t>(codes, 1), kCpu);
+  const Array lse(Host({codes, heads}), DType::float32, kCpu);
+  for (const DType kv_dtype : {DType::int8, DType::float8_e4m3fn}) {
+    const auto number = kv_dtype == DType::int8 ? from_int8 : from_float8;
+    Tensor pool = layout_of({codes, 1, 1, head_dim}, kv_dtype, kCpu);
+    PagedArgs args;
+    args.k_pool = args.v_pool = pool;
+    args.k_pool.data = k.data();
+    args.v_pool.data = v.data();
+    args.k_scale = args.v_scale = 1.0;
+    args.block_table = table;
+    args.seq_lens = lens;
+    args.score.softmax_scale = 1.0;
+    args.lse = lse;
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+      const Array q_array(q, dtype, kCpu), out(Host(q.shape), dtype, kCpu);
+      args.q = q_array;
+      args.out = out;
+      paged_attention(args);
+      context = to_string(kv_dtype) + " under " + to_string(dtype);
+      const Host got = download(out), scores = download(lse);
+      for (std::int64_t row = 0; row < codes * heads; ++row) {
+        const double score = number(static_cast<std::uint8_t>(row / heads));
+        CHECK(std::isnan(score) ? std::isnan(scores[row]) : scores[row] == score);
+        for (std::int64_t d = 0; d < head_dim; ++d) {
+          const double want = number(v[row / heads * head_dim + d]);
+          const double x = got[row * head_dim + d];
+          CHECK(std::isnan(score) || std::isnan(want) ? std::isnan(x) : x == want);
+        }
       }
     }
   }

@@ -45,13 +45,14 @@ std::vector<const cpu::CpuKernels*> find_available() {
   constexpr unsigned kFma = 1u << 12, kAvx = 1u << 28, kF16c = 1u << 29;
   constexpr unsigned kAvx2 = 1u << 5;
   constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-  constexpr unsigned kBf16 = 1u << 5;
+  constexpr unsigned kVbmi = 1u << 1, kBf16 = 1u << 5;
   const unsigned saved = saved_registers();
   const Registers leaf7 = cpuid(7, 0);
   const bool avx2 =
       has(saved, 0x06) && has(cpuid(1, 0).c, kFma | kAvx | kF16c) && has(leaf7.b, kAvx2);
   const bool avx512 = avx2 && has(saved, 0xe6) && has(leaf7.b, kAvx512);
-  const bool avx512bf16 = avx512 && leaf7.a >= 1 && has(cpuid(7, 1).a, kBf16);
+  const bool avx512bf16 =
+      avx512 && has(leaf7.c, kVbmi) && leaf7.a >= 1 && has(cpuid(7, 1).a, kBf16);
 
   std::vector<const cpu::CpuKernels*> found;
   if (avx512bf16) found.push_back(&cpu::kernels_avx512bf16);

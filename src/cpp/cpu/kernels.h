@@ -16,8 +16,17 @@ constexpr int kGroupRows = 4;
 /// on them.
 constexpr int kRowPadding = 64;
 
-enum class Element : int { float32, float16, bfloat16, int8, float8 };
-constexpr int kNumElements = 5;
+/// Types of K and V. The last two go with packed q that stayed bfloat16.
+enum class Element : int {
+  float32,
+  float16,
+  bfloat16,
+  int8,
+  float8,
+  int8_by_bfloat16,
+  float8_by_bfloat16
+};
+constexpr int kNumElements = 7;
 /// Kernels see float8_e4m3fn elements divided by this: their bits then are those of a float16.
 constexpr float kFloat8Unit = 256.0f;
 
@@ -60,9 +69,10 @@ using AttendBlock = void (*)(const BlockArgs&);
 
 struct CpuKernels {
   const char* name;
-  AttendBlock attend_block[kNumElements];  ///< by Element, the type of K and V
-  bool packs_bfloat16;                     ///< bfloat16 q stays bfloat16
-  int panel_rows;                          ///< rows side by side in q_panels; divides kRowPadding
+  AttendBlock
+      attend_block[kNumElements];  ///< by Element; those by bfloat16 null unless packs_bfloat16
+  bool packs_bfloat16;             ///< bfloat16 q stays bfloat16
+  int panel_rows;                  ///< rows side by side in q_panels; divides kRowPadding
 };
 
 extern const CpuKernels kernels_scalar;

@@ -73,9 +73,8 @@ TILEDATTN_INLINE void prefetch_row(const void* row, int bytes) {
 }
 
 /// Scores before scale of Rows rows and the keys of the group.
-template <typename T, int Rows>
+template <typename T, typename D, int Rows>
 TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores& scores) {
-  using D = Dot<T>;
   // More accumulators than this in flight gain nothing, and their K addresses would leave the
   // registers.
   constexpr int kKeys =
@@ -117,6 +116,7 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
       for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
       typename D::Operand y[kKeys];
       for (int i = 0; i < kKeys; ++i) y[i] = D::load_key_first(k[i] + d, head_dim - d);
+#pragma GCC unroll 16
       for (int n = 0; n < Rows * kKeys; ++n)
         sums[n] = D::accumulate(x[n / kKeys], y[n % kKeys], sums[n]);
     }
@@ -191,7 +191,7 @@ TILEDATTN_INLINE void add_values(const BlockArgs& a, const Group& group, const S
     } else if constexpr (Vectors == 1) {
       x[0] = load(v);
     } else {
-      for (int i = 0; i < Vectors; i += 2) load_two(v + i * kLanes, x + i);
+      load_vectors<Vectors>(v, x);
     }
     for (int r = 0; r < Rows; ++r) {
       const Vec weight = broadcast(weights[r][j]);
@@ -212,7 +212,7 @@ TILEDATTN_INLINE void add_values(const BlockArgs& a, const Group& group, const S
 
 namespace {
 
-template <typename T, int Rows>
+template <typename T, typename D, int Rows>
 void attend_group(const BlockArgs& a, Group group) {
   group.key_begin = a.num_keys;
   group.key_end = 0;
@@ -225,7 +225,7 @@ void attend_group(const BlockArgs& a, Group group) {
 
   alignas(64) Scores scores = {};
   float factor[Rows];
-  make_scores<T, Rows>(a, group, scores);
+  make_scores<T, D, Rows>(a, group, scores);
   for (int r = 0; r < Rows; ++r) factor[r] = make_weights(a, group, group.first + r, scores[r]);
 
   constexpr int kColumns = kValueVectors * kLanes;
@@ -241,25 +241,32 @@ void attend_group(const BlockArgs& a, Group group) {
     add_values<T, Rows, 1, true>(a, group, scores, factor, d, a.head_dim_v - d, false);
 }
 
-template <typename T>
+/// D: how q is packed and meets K.
+template <typename T, typename D = Dot<T>>
 void attend_block(const BlockArgs& a) {
   if (a.q_panels != nullptr) return attend_products<T>(a);
   for (int first = 0; first < a.num_rows; first += kGroupRows) {
     const Group group{first, 0, 0, first == 0};
     switch (a.num_rows - first) {
       case 1:
-        attend_group<T, 1>(a, group);
+        attend_group<T, D, 1>(a, group);
         break;
       case 2:
-        attend_group<T, 2>(a, group);
+        attend_group<T, D, 2>(a, group);
         break;
       case 3:
-        attend_group<T, 3>(a, group);
+        attend_group<T, D, 3>(a, group);
         break;
       default:
-        attend_group<T, 4>(a, group);
+        attend_group<T, D, 4>(a, group);
     }
   }
+}
+
+template <typename T>
+constexpr tiledattn::cpu::AttendBlock attend_by_bfloat16() {
+  if constexpr (TILEDATTN_PACKS_BFLOAT16) return attend_block<T, ByBFloat16<T>>;
+  return nullptr;
 }
 
 }  // namespace
@@ -269,7 +276,7 @@ namespace tiledattn::cpu {
 const CpuKernels TILEDATTN_TABLE = {
     TILEDATTN_ISA,
     {attend_block<float>, attend_block<Float16>, attend_block<BFloat16>, attend_block<Int8>,
-     attend_block<Float8>},
+     attend_block<Float8>, attend_by_bfloat16<Int8>(), attend_by_bfloat16<Float8>()},
     TILEDATTN_PACKS_BFLOAT16,
     kPanel};
 

@@ -86,7 +86,7 @@ Workbench& TileWork::reserve_bench(const Tile& t) const {
 Workbench& TileWork::prepare(const Tile& t) const {
   Workbench& bench = reserve_bench(t);
   const std::int64_t rows = num_rows(t);
-  const bool keep_type = keeps_bfloat16();
+  const bool keep_type = keeps_bfloat16(t);
   const std::int64_t item = keep_type ? 2 : 4;
   const std::int64_t stride = padded(p_.head_dim);
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -113,14 +113,29 @@ Workbench& TileWork::prepare(const Tile& t) const {
 bool TileWork::by_products(const Tile& t) const {
   constexpr std::int64_t kFewestElements = 8;
   const bool precise = plan_.kernel == Kernel::cpu_decode || p_.head_dim_v < kFewestElements;
-  if (keeps_bfloat16() && precise) return false;
+  if (by_pairs() && precise) return false;
   return t.num_kv_heads == 1 && num_rows(t) >= kMinProductRows;
+}
+
+/// Packed q stays bfloat16 where kernels multiply it with K as bfloat16, which holds bytes exactly
+/// too. Products of many rows have bytes as float32.
+bool TileWork::keeps_bfloat16(const Tile& t) const {
+  if (p_.q.dtype != DType::bfloat16 || !kernels_.packs_bfloat16) return false;
+  return !p_.quantized() || !by_products(t);
+}
+
+Element TileWork::element(const Tile& t) const {
+  const Element element = element_of(p_.kv_dtype);
+  if (!keeps_bfloat16(t)) return element;
+  if (element == Element::int8) return Element::int8_by_bfloat16;
+  if (element == Element::float8) return Element::float8_by_bfloat16;
+  return element;
 }
 
 /// The tile's packed q once more, with panels of rows side by side.
 void TileWork::make_panels(const Tile& t, const Workbench& bench) const {
   const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows;
-  const std::int64_t stride = padded(p_.head_dim) / (keeps_bfloat16() ? 2 : 1);
+  const std::int64_t stride = padded(p_.head_dim) / (by_pairs() ? 2 : 1);
   for (std::int64_t first = 0; first < rows; first += panel) {
     float* to = bench.q_panels + first * query_units();
     for (std::int64_t r = 0; r < panel; ++r) {
@@ -233,7 +248,7 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
   int row_begin[kRows] = {}, row_end[kRows] = {};
   float k_scale[kBlockKeys], v_scale[kBlockKeys];
   const std::int64_t end_row = first_row + head_rows(t);
-  const std::int64_t q_item = keeps_bfloat16() ? 2 : 4;
+  const std::int64_t q_item = keeps_bfloat16(t) ? 2 : 4;
 
   BlockArgs args{};
   args.num_keys = block.size();
@@ -274,7 +289,7 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
     args.m = row.m;
     args.l = row.l;
     args.o = row.o;
-    kernels_.attend_block[static_cast<int>(element_of(p_.kv_dtype))](args);
+    kernels_.attend_block[static_cast<int>(element(t))](args);
   }
 }
 

@@ -50,10 +50,14 @@ inline Vec load(const Float8* p) {
   return _mm256_cvtph_ps(_mm256_castsi256_si128(widen_float8(bytes)));
 }
 
-inline void load_two(const Float8* p, Vec* v) {
-  const __m256i half = widen_float8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  v[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
-  v[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+template <int Count>
+inline void load_vectors(const Float8* p, Vec* v) {
+  static_assert(Count % 2 == 0);
+  for (int i = 0; i < Count; i += 2, p += 16) {
+    const __m256i half = widen_float8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    v[i] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+    v[i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+  }
 }
 
 /// lane i = sum of the lanes of v[i].

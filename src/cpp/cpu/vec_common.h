@@ -4,10 +4,11 @@
 //
 //   fma(a, b, c)            a * b + c
 //   load(p)                 kLanes elements of any type as float32
-//   load_two(p, v)          2 * kLanes of them, where that costs less than two loads
+//   load_vectors<N>(p, v)   N * kLanes of them, where that costs less than N loads
 //   sum_each(v)             lane i = sum of the lanes of v[i], for kLanes vectors
 //   sum(v), largest(v)      over the lanes of one vector
 //   Dot<T>                  how q times K is accumulated, row by row
+//   ByBFloat16<T>           the same for bytes with q that stayed bfloat16, where there is a way
 //   Product<T>              how the matrix products of many rows are accumulated
 //   kAccumulators           vectors of running sums that the registers hold beside their operands
 //   kValueVectors           vectors of one o row that are accumulated at once for kGroupRows rows
@@ -78,11 +79,10 @@ inline Vec load_first(const T* p, int n) {
   return load(part);
 }
 
-/// The next 2 * kLanes elements.
-template <typename T>
-inline void load_two(const T* p, Vec* v) {
-  v[0] = load(p);
-  v[1] = load(p + kLanes);
+/// The next Count * kLanes elements.
+template <int Count, typename T>
+inline void load_vectors(const T* p, Vec* v) {
+  for (int i = 0; i < Count; ++i) v[i] = load(p + i * kLanes);
 }
 
 }  // namespace

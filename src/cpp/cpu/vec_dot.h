@@ -32,7 +32,7 @@ struct PairedDot {
   static QueryOperand load_query(const float* q) { return q; }
   static Operand load_key(const T* k) {
     Operand key;
-    load_two(k, key.v);
+    load_vectors<2>(k, key.v);
     return key;
   }
   static Operand load_key_first(const T* k, int n) {
@@ -51,6 +51,9 @@ struct Product {
   static constexpr int kElements = 1;
   static Vec multiply_add(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
 };
+
+template <typename T>
+struct ByBFloat16;
 
 template <typename T>
 struct Dot : WidenedDot<T> {};
