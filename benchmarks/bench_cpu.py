@@ -12,7 +12,7 @@ does hits all of them alike; a contestant's figure is its best round, since a sh
 time. Medians are kept beside it. Before any timing, each result is compared with ours. Contestants that are not
 installed, or do not take a cell, are named and left out. Arrays of the other libraries and of `flash_attention`
 lie in ordinary memory, those of `paged_attention` in the library's own. Needs torch;
-onnxruntime (with onnx) and openvino take part where they are installed.
+onnxruntime (with onnx), openvino and ggml (the package ggml-python) take part where they are installed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ CELLS = [
     ),
     *(Cell("prefill", dtype, **SMALL) for dtype in ("bfloat16", "float32")),
 ]
-QUANTISED_CELLS = [Cell("decode", "bfloat16", kv_dtype=kv, **DECODE) for kv in ("int8", "float8_e4m3fn")]
+QUANTISED_CELLS = [
+    Cell("decode", "bfloat16", kv_dtype=kv, **shape)
+    for shape in (DECODE, LONG)
+    for kv in ("int8", "float8_e4m3fn")
+]
 BOUND = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
 MIN_ROUNDS = 3
 
@@ -176,7 +180,7 @@ def machine() -> dict[str, object]:
 def versions() -> dict[str, str]:
     """Versions of what took part."""
     found = {"tiledattn": ta.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for package in ("onnxruntime", "openvino"):
+    for package in ("onnxruntime", "openvino", "ggml-python"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -208,16 +212,17 @@ def read_share(result: dict) -> str:
 def table_row(result: dict) -> dict[str, str]:
     """Return what the documents show of one cell."""
     cell, times = result["cell"], result["milliseconds"]
+    heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
+    shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
     if cell["kv_dtype"] is not None:
         quantised, plain = (times[f"tiledattn paged_attention{x}"] for x in ("", ", unquantised"))
         return {
             "cache": cell["kv_dtype"],
+            "shape": shape,
             "paged_attention, ms": f"{quantised:.1f}",
             f"of a {cell['dtype']} cache, ms": f"{plain:.1f}",
             "ratio": f"{plain / quantised:.2f}",
         }
-    heads = f"{cell['num_q_heads']}/{cell['num_kv_heads']} heads of {cell['head_dim']}"
-    shape = f"{cell['batch']} x {cell['q_len']} queries, {cell['kv_len']} keys, {heads}"
     peers = {name: t for name, t in times.items() if not name.startswith("tiledattn") and name != READING}
     best = min(peers, key=peers.__getitem__) if peers else None
     return {

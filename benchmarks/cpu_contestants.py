@@ -376,6 +376,52 @@ def openvino_stateful(x: Inputs) -> Run:
     return run
 
 
+def ggml_attention(x: Inputs) -> Run:
+    """``ggml_flash_attn_ext`` over K and V as they are, with q and out in float32, the only type it takes."""
+    import ctypes
+
+    import ggml
+
+    cell = x.cell
+    kinds = {
+        torch.float32: ggml.GGML_TYPE_F32,
+        torch.float16: ggml.GGML_TYPE_F16,
+        torch.bfloat16: ggml.GGML_TYPE_BF16,
+    }
+    context = ggml.ggml_init(ggml.ggml_init_params(mem_size=1 << 20, mem_buffer=None, no_alloc=True))
+    arrays = [x.q.float(), x.k, x.v]
+    if cell.causal:
+        hidden = torch.ones(cell.q_len, cell.kv_len, dtype=torch.bool).triu(cell.kv_len - cell.q_len + 1)
+        arrays.append(
+            torch.zeros(hidden.shape, dtype=torch.float16).masked_fill_(hidden, -math.inf)[None, None]
+        )
+
+    def share(array: torch.Tensor) -> object:
+        tensor = ggml.ggml_new_tensor_4d(context, kinds[array.dtype], *reversed(array.shape))
+        tensor.contents.data = array.data_ptr()
+        return tensor
+
+    q, k, v, *mask = (share(array) for array in arrays)
+    out = torch.empty(cell.batch, cell.q_len, cell.num_q_heads, cell.head_dim)
+    scale = 1 / math.sqrt(cell.head_dim)
+    result = ggml.ggml_flash_attn_ext(context, q, k, v, mask[0] if mask else None, scale, 0.0, 0.0)
+    result.contents.data = out.data_ptr()
+    graph = ggml.ggml_new_graph(context)
+    ggml.ggml_build_forward_expand(graph, result)
+    threads = torch.get_num_threads()
+    pool_params = ggml.ggml_threadpool_params_default(threads)
+    plan = ggml.ggml_graph_plan(graph, threads, ggml.ggml_threadpool_new(ctypes.pointer(pool_params)))
+    scratch = (ctypes.c_uint8 * max(plan.work_size, 1))()
+    plan.work_data = ctypes.cast(scratch, ctypes.POINTER(ctypes.c_uint8))
+
+    def run(_kept: tuple = (arrays, scratch)) -> torch.Tensor:  # ggml has only their addresses
+        if ggml.ggml_graph_compute(graph, ctypes.pointer(plan)) != ggml.GGML_STATUS_SUCCESS:
+            raise RuntimeError("ggml_graph_compute failed")
+        return out.transpose(1, 2)
+
+    return run
+
+
 READING = "reading K and V"
 
 # The first is what the others' times are divided by.
@@ -390,5 +436,6 @@ CONTESTANTS: dict[str, Make] = {
     "onnxruntime": onnxruntime_attention,
     "openvino": openvino_sdpa,
     "openvino, own cache": openvino_stateful,
+    "ggml": ggml_attention,
     READING: reading,
 }
