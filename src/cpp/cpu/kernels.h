@@ -8,8 +8,10 @@
 
 namespace tiledattn::cpu {
 
-/// Keys that are folded into the running softmax at once.
-constexpr int kBlockKeys = 64;
+/// Keys that are folded into the running softmax at once, at most.
+constexpr int kBlockKeys = 128;
+/// Kernels look at whole groups of so many keys.
+constexpr int kGroupKeys = 16;
 /// Rows that share the loads of K and V. A row is one query head of one token.
 constexpr int kGroupRows = 4;
 /// Packed q and o have rows of a multiple of this many elements, so that kernels use whole vectors
@@ -44,7 +46,7 @@ struct BlockArgs {
                           ///< null: rows go in groups of kGroupRows
   float* widened;  ///< with q_panels: room for kBlockKeys rows of q_stride and as many of o_stride
   const void* const*
-      k;  ///< address of each key's K; entries from num_keys on (kBlockKeys in all) repeat the last
+      k;  ///< address of each key's K; entries that fill up the last group repeat the last one
   const void* const* v;
   const void* const* next_k;  ///< the block after this one, to be prefetched
   int num_next_keys;
@@ -52,8 +54,8 @@ struct BlockArgs {
   const int* row_begin;  ///< row r sees keys row_begin[r] .. row_end[r] - 1 of the block
   const int* row_end;
 
-  const float* k_scale;  ///< factor of each key's scores; null: none. kBlockKeys entries
-  const float* v_scale;  ///< factor of each key's V; null: none. kBlockKeys entries
+  const float* k_scale;  ///< factor of each key's scores, whole groups; null: none
+  const float* v_scale;  ///< factor of each key's V, whole groups; null: none
   float softmax_scale;
   float softcap;  ///< 0: none
 

@@ -22,7 +22,10 @@ namespace {
 
 using tiledattn::cpu::BlockArgs;
 using tiledattn::cpu::kBlockKeys;
+using tiledattn::cpu::kGroupKeys;
 using tiledattn::cpu::kGroupRows;
+
+static_assert(kBlockKeys % kGroupKeys == 0 && kGroupKeys % kLanes == 0);
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -79,7 +82,7 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
   // registers.
   constexpr int kKeys =
       Rows > 2 ? kAccumulators / 4 : (kAccumulators / Rows > 8 ? 8 : kAccumulators / Rows);
-  static_assert(kBlockKeys % kKeys == 0);
+  static_assert(kGroupKeys % kKeys == 0);
   const typename D::Query* q[Rows];
   for (int r = 0; r < Rows; ++r)
     q[r] = static_cast<const typename D::Query*>(a.q) + (group.first + r) * a.q_stride;
@@ -223,7 +226,10 @@ void attend_group(const BlockArgs& a, Group group) {
   }
   if (group.key_begin >= group.key_end) return;
 
-  alignas(64) Scores scores = {};
+  // Only whole vectors of what is looked at: GCC clears the array by a string instruction.
+  alignas(64) Scores scores;
+  for (int j = group.key_begin / kLanes * kLanes; j < group.key_end; j += kLanes)
+    for (int r = 0; r < Rows; ++r) store(scores[r] + j, Vec{});
   float factor[Rows];
   make_scores<T, D, Rows>(a, group, scores);
   for (int r = 0; r < Rows; ++r) factor[r] = make_weights(a, group, group.first + r, scores[r]);

@@ -14,13 +14,15 @@ namespace {
 
 /// From this many rows on, two matrix products cost less than groups of rows.
 constexpr std::int64_t kMinProductRows = 12;
+/// Keys of a block of decode. The first block of a tile comes without having been fetched, so that
+/// with larger ones short sequences wait longer.
+constexpr std::int64_t kDecodeBlockKeys = 64;
 /// Keys of a segment of prefill. Summed block by block for longer, equal values lose more to
 /// rounding than the bound for float32 allows.
 constexpr std::int64_t kPrefillSegmentKeys = 4096;
 
-void advance_all(const void* const (&from)[kBlockKeys], std::int64_t bytes,
-                 const void* (&to)[kBlockKeys]) {
-  for (int j = 0; j < kBlockKeys; ++j) to[j] = static_cast<const char*>(from[j]) + bytes;
+void advance_all(const void* const* from, int count, std::int64_t bytes, const void** to) {
+  for (int j = 0; j < count; ++j) to[j] = static_cast<const char*>(from[j]) + bytes;
 }
 
 const float* scale_address(const ScaleView& scale, KeyPlace place, std::int64_t kv_head) {
@@ -32,8 +34,8 @@ const float* scale_address(const ScaleView& scale, KeyPlace place, std::int64_t 
 float finite_or_nan(float scale) { return scale + (scale - scale); }
 
 /// The scales at the addresses.
-void gather(const void* const (&from)[kBlockKeys], float (&to)[kBlockKeys]) {
-  for (int j = 0; j < kBlockKeys; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
+void gather(const void* const* from, int count, float* to) {
+  for (int j = 0; j < count; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
 }
 
 }  // namespace
@@ -47,6 +49,7 @@ struct TileWork::KeyBlock {
   const void* k_scale[kBlockKeys];
   const void* v_scale[kBlockKeys];
   int size() const { return static_cast<int>(keys.end - keys.begin); }
+  int entries() const { return (size() + kGroupKeys - 1) / kGroupKeys * kGroupKeys; }
 };
 
 TileWork::TileWork(const AttentionProblem& problem, const Plan& plan)
@@ -74,7 +77,7 @@ KeyRange TileWork::segment_of(const Sequence& s, std::int64_t index) const {
 KeyRange TileWork::first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const {
   if (segment == end) return {};
   const KeyRange keys = segment_of(t.sequence, segment);
-  return {keys.begin, std::min(keys.begin + kBlockKeys, keys.end)};
+  return {keys.begin, std::min(keys.begin + block_keys(), keys.end)};
 }
 
 Workbench& TileWork::reserve_bench(const Tile& t) const {
@@ -157,9 +160,10 @@ void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeyRange&
   // are fetched.
   KeyBlock blocks[2];
   int turn = 0;
-  for (std::int64_t key = keys.begin; key < keys.end; key += kBlockKeys) {
-    if (key == keys.begin) locate(t, {key, std::min(key + kBlockKeys, keys.end)}, blocks[turn]);
-    const KeyRange following{key + kBlockKeys, std::min(key + 2 * kBlockKeys, keys.end)};
+  const std::int64_t step = block_keys();
+  for (std::int64_t key = keys.begin; key < keys.end; key += step) {
+    if (key == keys.begin) locate(t, {key, std::min(key + step, keys.end)}, blocks[turn]);
+    const KeyRange following{key + step, std::min(key + 2 * step, keys.end)};
     for (std::int64_t head = 0; head < t.num_kv_heads; ++head, turn = 1 - turn) {
       KeyBlock* next = &blocks[1 - turn];
       if (head + 1 < t.num_kv_heads) {
@@ -191,10 +195,17 @@ void TileWork::next_head(const KeyBlock& block, KeyBlock& next) const {
   next.keys = block.keys;
   const std::int64_t item = item_bytes(p_.kv_dtype);
   constexpr std::int64_t kScale = sizeof(float);
-  advance_all(block.k, p_.k.head_stride * item, next.k);
-  advance_all(block.v, p_.v.head_stride * item, next.v);
-  if (p_.k_scale.by_key) advance_all(block.k_scale, p_.k_scale.head_stride * kScale, next.k_scale);
-  if (p_.v_scale.by_key) advance_all(block.v_scale, p_.v_scale.head_stride * kScale, next.v_scale);
+  const int count = block.entries();
+  advance_all(block.k, count, p_.k.head_stride * item, next.k);
+  advance_all(block.v, count, p_.v.head_stride * item, next.v);
+  if (p_.k_scale.by_key)
+    advance_all(block.k_scale, count, p_.k_scale.head_stride * kScale, next.k_scale);
+  if (p_.v_scale.by_key)
+    advance_all(block.v_scale, count, p_.v_scale.head_stride * kScale, next.v_scale);
+}
+
+std::int64_t TileWork::block_keys() const {
+  return plan_.kernel == Kernel::cpu_decode ? kDecodeBlockKeys : kBlockKeys;
 }
 
 /// What all keys of a KV head have in common: their scale, unless each key has its own, and the
@@ -230,8 +241,7 @@ void TileWork::locate(const Tile& t, KeyRange keys, KeyBlock& block) const {
       fill(block.v_scale, scale_address(p_.v_scale, place, t.kv_head),
            p_.v_scale.token_stride * kScale);
   }
-  // Entries after the last key repeat it.
-  for (int j = count; j < kBlockKeys; ++j) {
+  for (int j = count; j < block.entries(); ++j) {  // the rest of the last group
     block.k[j] = block.k[count - 1];
     block.v[j] = block.v[count - 1];
     if (p_.k_scale.by_key) block.k_scale[j] = block.k_scale[count - 1];
@@ -263,11 +273,11 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
       p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
   args.softcap = p_.softcap;
   if (p_.k_scale.by_key) {
-    gather(block.k_scale, k_scale);
+    gather(block.k_scale, block.entries(), k_scale);
     args.k_scale = k_scale;
   }
   if (p_.v_scale.by_key) {
-    gather(block.v_scale, v_scale);
+    gather(block.v_scale, block.entries(), v_scale);
     args.v_scale = v_scale;
   }
   args.o_stride = bench.o_stride;

@@ -63,6 +63,7 @@ class TileWork {
   std::int64_t head_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }
   KeyRange sequence_keys(const Sequence& s) const;
   KeyRange segment_of(const Sequence& s, std::int64_t index) const;
+  std::int64_t block_keys() const;
 
   bool by_products(const Tile& t) const;
   void make_panels(const Tile& t, const Workbench& bench) const;
