@@ -66,10 +66,13 @@ def limit_memory(more: int) -> None:
 
 
 def main() -> None:
-    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+    given = sys.argv[1] if len(sys.argv) > 1 else "256"
+    if not given.isdecimal() or int(given) < 1:
+        raise SystemExit(f"MiB of KV: got {given}, wanted a number of at least 1")
+    mib = int(given)
     block_bytes = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
     geometry = ta.TileGeometry(
-        num_blocks=max(1, mib * 2**20 // block_bytes),
+        num_blocks=mib * 2**20 // block_bytes,
         block_size=BLOCK_SIZE,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
