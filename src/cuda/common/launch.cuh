@@ -27,6 +27,24 @@ constexpr std::int64_t kMaxBlocks = 2147483647;
 /// Dynamic shared memory that a kernel has without asking.
 constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
 
+/// Dynamic shared memory of a kernel for every GPU from sm_80 on; sm_86, sm_89 and sm_120 have
+/// least.
+template <typename Shared>
+constexpr std::size_t shared_bytes_of() {
+  constexpr std::size_t kMostOfBlock = 99 * 1024;
+  static_assert(sizeof(Shared) <= kMostOfBlock);
+  return sizeof(Shared);
+}
+
+/// Of a kernel for sm_90, kBlocks of which are meant to run on an SM.
+template <typename Shared, int kBlocks = 1>
+constexpr std::size_t shared_bytes_of_sm90() {
+  constexpr std::size_t kMostOfSm = 228 * 1024;
+  constexpr std::size_t kReserved = 1024;  // for each block
+  static_assert(kBlocks * (sizeof(Shared) + kReserved) <= kMostOfSm);
+  return sizeof(Shared);
+}
+
 /// Launches a kernel with one argument. The launch's own status is read, never the one that the
 /// runtime remembers: that may be another library's.
 template <typename Params>

@@ -73,7 +73,7 @@ void launch_decode_config(const AttendParams& params, cudaStream_t stream) {
   const std::int64_t row_tiles = (p.q_len * p.gqa_ratio() + Config::kRows - 1) / Config::kRows;
   const std::int64_t blocks = params.num_seqs * p.num_kv_heads * row_tiles * params.max_segments;
   launch(decode_plain<Config>, "decode_plain",
-         {blocks, Config::kThreads, sizeof(AttendShared<Config>)}, params, stream);
+         {blocks, Config::kThreads, shared_bytes_of<AttendShared<Config>>()}, params, stream);
 }
 
 template <typename T>

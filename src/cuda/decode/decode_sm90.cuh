@@ -233,9 +233,6 @@ __device__ __forceinline__ void touch_params(const DecodeSm90Params& params, std
   __syncwarp();
 }
 
-/// What a block of this device can have.
-constexpr std::size_t kMaxSharedBytes = 227 * 1024;
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     decode_sm90(const __grid_constant__ DecodeSm90Params params) {
@@ -261,10 +258,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <typename T, int kDim, int kTiles>
 void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream) {
   using Config = DecodeSm90Config<T, kDim, kTiles>;
-  static_assert(sizeof(DecodeSm90Shared<Config>) <= kMaxSharedBytes);
   const std::int64_t blocks = (params.num_teams + Config::kTeams - 1) / Config::kTeams;
   launch(decode_sm90<Config>, "decode_sm90",
-         {blocks, Config::kThreads, sizeof(DecodeSm90Shared<Config>), true}, params, stream);
+         {blocks, Config::kThreads, shared_bytes_of_sm90<DecodeSm90Shared<Config>>(), true}, params,
+         stream);
 }
 
 }  // namespace tiledattn::cuda

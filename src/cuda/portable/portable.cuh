@@ -157,7 +157,7 @@ void launch_portable_config(PortableParams& params, cudaStream_t stream) {
   params.num_row_tiles = Divisor(std::max<std::int64_t>(row_tiles, 1));
   blocks *= row_tiles * p.num_kv_heads * call.max_segments;
   launch(attend_portable<T, Config>, "attend_portable",
-         {blocks, Config::kThreads, sizeof(PortableShared<T, Config>)}, params, stream);
+         {blocks, Config::kThreads, shared_bytes_of<PortableShared<T, Config>>()}, params, stream);
 }
 
 /// Shapes by the number of rows of a sequence and KV head. Where q is packed only the device knows

@@ -76,7 +76,8 @@ void launch_prefill_config(const AttendParams& params, cudaStream_t stream) {
     launch_count_row_tiles(params, Config::kRows, stream);
   }
   launch(prefill_plain<Config>, "prefill_plain",
-         {tiles * p.num_kv_heads, Config::kThreads, sizeof(AttendShared<Config>)}, params, stream);
+         {tiles * p.num_kv_heads, Config::kThreads, shared_bytes_of<AttendShared<Config>>()},
+         params, stream);
 }
 
 template <typename T>

@@ -65,7 +65,9 @@ template <typename Config>
 void launch_prefill_sm90(const PrefillSm90Params& params, std::int64_t blocks,
                          cudaStream_t stream) {
   launch(prefill_sm90<Config>, "prefill_sm90",
-         {blocks, Config::kThreads, sizeof(PrefillSm90Shared<Config>), true}, params, stream);
+         {blocks, Config::kThreads,
+          shared_bytes_of_sm90<PrefillSm90Shared<Config>, Config::kBlocks>(), true},
+         params, stream);
 }
 
 }  // namespace tiledattn::cuda
