@@ -27,7 +27,11 @@ def test_paged(case, dtype, device):
     compare.same_bits(got, calls.run_paged(device, data), "with and without")
 
 
-TILED = [cases.Tiled("long", PAGED[0], (7, 40, 33)), cases.Tiled("short", PAGED[1], (5,) * 9)]
+TILED = [
+    cases.Tiled("long", PAGED[0], (7, 40, 33)),
+    cases.Tiled("short", PAGED[1], (5,) * 9),
+    cases.Tiled("before_the_window", PAGED[4], (30, 27), positions=True),
+]
 
 
 @pytest.mark.parametrize("case", TILED, ids=str)
@@ -50,9 +54,12 @@ def test_wants_a_bool(value, device):
 
 
 class Decode:
-    """A decode step on a GPU: lengths grow, then write_kv appends a token, then attention."""
+    """A decode step on a GPU: lengths grow, then write_kv appends a token, then attention.
 
-    def __init__(self, gpu, dtype, num_seqs, length, kv_dtype=None):
+    ``tiled``: by one tile, of which positions say how much is seen; sequence 0 of several sees nothing.
+    """
+
+    def __init__(self, gpu, dtype, num_seqs, length, kv_dtype=None, tiled=False):
         torch, rng = gpu.torch, np.random.default_rng(7)
         blocks = -(-(length + 300) // 16)
         self.table = gpu.array(rng.permutation(num_seqs * blocks).reshape(num_seqs, blocks).astype(np.int32))
@@ -70,38 +77,58 @@ class Decode:
         self.seqs = torch.arange(num_seqs, device="cuda")
         self.slots = torch.zeros(num_seqs, dtype=torch.int64, device="cuda")
         self.out = torch.empty_like(self.q)
+        self.attn = None
+        if tiled:
+            dims = ta.TiledAttentionDims(
+                max_seqs=num_seqs,
+                num_q_heads=8,
+                num_kv_heads=2,
+                head_dim=128,
+                block_size=16,
+                tile_capacity=blocks,
+            )
+            self.attn = ta.TiledAttention(dims, device="cuda")
+            self.counts = torch.full_like(self.lens, blocks)
+            self.kv_positions = torch.zeros_like(self.lens)
+            if num_seqs > 1:
+                self.kv_positions[0] = 1 << 20
+            self.q_positions = torch.zeros_like(self.lens)
+
+    def attend(self, early_start):
+        arrays = (self.q, self.k_pool, self.v_pool, self.table)
+        kwargs = {**self.scales, "out": self.out, "early_start": early_start}
+        if self.attn is None:
+            ta.paged_attention(*arrays, self.lens, **kwargs)
+            return
+        positions = {"kv_positions": self.kv_positions, "q_positions": self.q_positions}
+        self.attn.begin_step(len(self.q))
+        self.attn.step_tile(*arrays, self.counts, **positions, **kwargs)
 
     def step(self, early_start):
         """New queries, keys and values hang on the last result, so a result that is wrong once stays wrong."""
         column = (self.lens // 16).long()
         self.slots.copy_(self.table[self.seqs, column].long() * 16 + self.lens % 16)
+        if self.attn is not None:
+            self.q_positions.copy_(self.lens)
         self.lens += 1
         self.k.add_(self.out[:, :2]).mul_(0.7)
         self.v.sub_(self.out[:, 2:4]).mul_(0.7)
         self.q.add_(self.out).mul_(0.7)
         ta.write_kv(self.k, self.v, self.k_pool, self.v_pool, self.slots, **self.scales)
-        ta.paged_attention(
-            self.q,
-            self.k_pool,
-            self.v_pool,
-            self.table,
-            self.lens,
-            out=self.out,
-            early_start=early_start,
-            **self.scales,
-        )
+        self.attend(early_start)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["paged", "tile"])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 40), (1, 3000), (3, 1000), (70, 200)])
-def test_new_keys_of_the_kernel_before_are_seen(num_seqs, length, kv_dtype, gpu):
+def test_new_keys_of_the_kernel_before_are_seen(num_seqs, length, tiled, kv_dtype, gpu):
     if gpu.name != "torch":
         pytest.skip("steers torch's graphs")
     torch = gpu.torch
     results = []
     for early_start in (False, True):
-        decode = Decode(gpu, "bfloat16", num_seqs, length, kv_dtype and getattr(torch, kv_dtype))
+        decode = Decode(gpu, "bfloat16", num_seqs, length, kv_dtype and getattr(torch, kv_dtype), tiled)
         decode.out.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -121,6 +121,17 @@ TILEDATTN_HOST_DEVICE ChunkRange slice_of_group(int num_chunks, int warp) {
   return {begin < num_chunks ? begin : num_chunks, end < num_chunks ? end : num_chunks};
 }
 
+/// May the first chunk of `slice` in group `group` be loaded while the last `num_new` of the keys
+/// before `end` are still being written? Not where the slice is empty: what its warp loads first is
+/// then of another head or sequence.
+TILEDATTN_HOST_DEVICE bool begins_with_old_keys(const DecodeCut& cut, int group,
+                                                const ChunkRange& slice, int chunk_keys, int end,
+                                                std::int64_t num_new) {
+  if (slice.begin >= slice.end) return false;
+  const int first_key = (cut.first_chunk + group * cut.group_chunks + slice.begin) * chunk_keys;
+  return first_key + std::int64_t{chunk_keys} <= end - num_new;
+}
+
 /// What a group costs, in chunks: its fold counts as one more.
 TILEDATTN_HOST_DEVICE int group_cost(const DecodeCut& cut, int group) {
   return chunks_of_group(cut, group) + 1;

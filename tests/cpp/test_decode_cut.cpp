@@ -87,6 +87,37 @@ TEST(groups_and_slices_cover_all_chunks_in_order) {
   }
 }
 
+TEST(no_warp_begins_with_a_new_key) {
+  for (const int chunk_keys : {16, 32, 64, 128}) {
+    for (const int begin : {0, 40}) {
+      for (const int length : kLengths) {
+        const int end = begin + length;
+        const DecodeCut cut = cut_for_decode(begin, end, chunk_keys, 8);
+        for (const int num_new : {0, 1, 5, 100}) {
+          for (int group = 0; group < cut.num_groups; ++group) {
+            for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
+              const ChunkRange slice = slice_of_group(chunks_of_group(cut, group), warp);
+              bool old = slice.begin < slice.end;
+              if (old) {
+                const int chunk = cut.first_chunk + group * cut.group_chunks + slice.begin;
+                for (int key = chunk * chunk_keys; key < (chunk + 1) * chunk_keys; ++key)
+                  old = old && key < end - num_new;
+              }
+              CHECK(begins_with_old_keys(cut, group, slice, chunk_keys, end, num_new) == old);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(a_warp_without_a_slice_does_not_know_what_it_begins_with) {
+  // Keys that no query sees: what a tile before the window leaves.
+  const DecodeCut cut = cut_for_decode(4096, 4096, 32, 8);
+  CHECK(!begins_with_old_keys(cut, 0, slice_of_group(chunks_of_group(cut, 0), 0), 32, 4096, 1));
+}
+
 TEST(nothing_visible_is_one_empty_group) {
   const DecodeCut cut = cut_for_decode(5, 5, 32, 8);
   CHECK(cut.num_chunks == 0 && cut.num_groups == 1);

@@ -185,12 +185,12 @@ class RingLoads {
   __device__ bool wrong() const { return wrong_; }
 
  private:
-  /// The first chunk has none of the new keys, which the kernel before may have written.
+  /// The first chunk has none of the new keys, which the kernel before may have written. They are
+  /// the last ones that a query sees: a tile with positions may hold slots beyond.
   __device__ __forceinline__ bool is_old(const DecodeSm90Params& params) const {
     const SequenceWork& work = cursor_.at.work;
-    const int chunk =
-        work.cut.first_chunk + cursor_.at.group * work.cut.group_chunks + cursor_.chunk;
-    return (chunk + 1) * Config::kChunkKeys <= work.kv_len - params.problem.q_len;
+    return begins_with_old_keys(work.cut, cursor_.at.group, {cursor_.chunk, cursor_.chunk_end},
+                                Config::kChunkKeys, work.end, params.problem.q_len);
   }
 
   __device__ __forceinline__ bool has_good_box(const DecodeSm90Params& params) const {
