@@ -160,7 +160,9 @@ class CudaBackend : public Backend {
 
   void write_kv(const WriteKvProblem& problem, int index, const Stream& stream) const override {
     const DeviceGuard guard(index);
-    cuda::launch_write_kv(problem, compute_capability(index) >= 90, native(stream));
+    // On a later GPU the code may be that of an older one, which waits for no kernel before it.
+    const bool overlaps = compute_capability(index) == 90;
+    cuda::launch_write_kv(problem, overlaps, native(stream));
   }
 };
 
