@@ -155,8 +155,8 @@ class TiledAttention:
         lse
             ``out.shape[:-1]`` float32, with ``out``.
         early_start
-            Your word that everything but q and the last ``Sq`` keys of each sequence's tile was written before
-            the kernel that runs before this call in its stream began; see `paged_attention`.
+            Your word that everything but q and the last ``Sq`` keys that each sequence sees of its tile was
+            written before the kernel that runs before this call in its stream began; see `paged_attention`.
         check
             Wait, and raise what the device found in ids, counts, slots and positions.
         stream

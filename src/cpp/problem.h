@@ -197,8 +197,9 @@ struct AttentionProblem {
   const float* sinks =
       nullptr;  ///< [num_q_heads], on the device; enters the result, never the state
 
-  /// The caller's word: all that is read, but for q, the state and the last q_len keys of each
-  /// sequence, was written before the kernel that runs before this call in its stream. GPU only.
+  /// The caller's word: all that is read, but for q, the state and the last q_len keys that each
+  /// sequence sees, was written before the kernel that runs before this call in its stream began.
+  /// GPU only.
   bool early_start = false;
 
   StateView state;

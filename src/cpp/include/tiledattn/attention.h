@@ -106,7 +106,7 @@ struct TileArgs {
   std::optional<KvScale> v_scale;
   std::optional<Tensor> out;  ///< given: the last tile; finalize in the same call
   std::optional<Tensor> lse;  ///< with out
-  bool early_start = false;   ///< as in PagedArgs
+  bool early_start = false;   ///< as in PagedArgs; the keys that are seen of the tile
 };
 
 /// Attention over a KV cache visited tile by tile; the running softmax state stays in this object's
