@@ -27,8 +27,10 @@ int capability_wanted() {
                    "'; expected best, portable or plain");
 }
 
-/// Of a device that a call has chosen, so that it is one of them.
-const DeviceFacts& facts(int device) { return devices().usable[static_cast<std::size_t>(device)]; }
+/// Of a device that a call has chosen.
+const DeviceFacts& facts(int device) {
+  return devices().usable.at(static_cast<std::size_t>(device));
+}
 
 /// Built for other architectures, the kernels of sm_90a are empty.
 constexpr bool kHasSm90a =
