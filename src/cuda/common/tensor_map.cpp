@@ -79,16 +79,16 @@ CUtensorMap encode(const TensorMapSpec& spec) {
     steps[i] = 1;
   }
   CUtensorMap map;
-  const auto encode = [&] {
+  const auto ask_driver = [&] {
     return encode_tiled(&map, data_type(spec.dtype), static_cast<cuuint32_t>(spec.rank),
                         const_cast<void*>(spec.data), sizes.data(), strides.data(), box.data(),
                         steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.swizzle_bytes),
                         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
-  CUresult status = encode();
+  CUresult status = ask_driver();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the runtime has done nothing in this thread yet
     check(cudaSetDevice(DeviceGuard::current()), "cudaSetDevice");
-    status = encode();
+    status = ask_driver();
   }
   if (status != CUDA_SUCCESS) {
     throw CudaError("cuTensorMapEncodeTiled failed with CUresult " +

@@ -9,10 +9,10 @@
 // them in decode_sm90_fold.cuh. Lengths and block ids are checked where they are read; a fault
 // makes the rows of its sequence NaN.
 //
-// Barriers: one __syncthreads() pair while shares are found, where there are more than a few
-// sequences; from then on only those of a team: two for each pass of a fold, two at the end where
-// heads are shared with other teams, one before a result enters the state. A warp waits for nobody
-// else's loads.
+// Barriers: one __syncthreads() where parameters are copied, and a pair while shares are found,
+// where there are more than a few sequences; from then on only those of a team: two for each pass
+// of a fold, two at the end for heads that are shared with other teams, one before a result enters
+// the state. A warp waits for nobody else's loads.
 #pragma once
 
 #include <cstddef>

@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.init_barriers(params);
   }
   __syncthreads();
-  // The blocks of a next call may take the places of those that have ended.
   wait_for_predecessor();
+  // The blocks of a next call may take the places of those that have ended.
   start_dependents();
   if (warpgroup == 0) {
     give_registers_back<Config::kProducerRegisters>();
