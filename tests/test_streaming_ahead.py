@@ -85,6 +85,40 @@ def test_cancel_from_another_thread(device):
     compare.same_bits(got, tiles_by_hand(device, data, TILE, 5))
 
 
+@pytest.mark.parametrize("end", ["cancel", "discard", "another call", "the last reference"])
+def test_only_reads_that_have_begun_are_waited_for(device, end):
+    data, source, streaming, sequences = small(device, num_readers=1)
+    reading, reads = threading.Event(), []
+
+    def slow(blocks):
+        reads.append(blocks)
+        reading.set()
+        time.sleep(0.5)
+
+    source.before_read = slow
+    if end == "cancel":
+
+        def cancel():
+            reading.wait()
+            assert streaming.cancel()
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        with pytest.raises(ta.CancelledError):
+            attend(device, streaming, data, sequences)
+        thread.join()
+    else:
+        assert streaming.prefetch(sequences)
+        reading.wait()
+        if end == "discard":
+            streaming.discard()
+        elif end == "another call":
+            streaming.attend(device.array(data.q[:0]), [])
+        else:
+            del streaming
+    assert len(reads) == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs setitimer")
 def test_signals_reach_a_call_that_waits(cpu):
     data, source, streaming, sequences = small(cpu)

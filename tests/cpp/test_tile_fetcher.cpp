@@ -176,7 +176,7 @@ std::vector<Host> run_late(StreamSetup& s, std::chrono::microseconds copy_delay,
       });
       fetcher.consumed(slot, handle_of(kernels));
     }
-    for (TileSlot& slot : slots) fetcher.drain(slot);
+    fetcher.drain();
   }
   if (!good) return {};
   const Array out = s.tiled.out(s.c.dtype), lse = s.tiled.lse();

@@ -93,6 +93,19 @@ void ReadThreads::post(ReadJob job) {
   crew.posted.notify_one();
 }
 
+void ReadThreads::withdraw() {
+  if (!crew_is_here()) return;
+  std::deque<ReadJob> withdrawn;
+  {
+    const std::lock_guard<std::mutex> lock(crew_->mutex);
+    withdrawn.swap(crew_->jobs);
+  }
+  for (ReadJob& job : withdrawn) {
+    job.source.reset();
+    job.batch->complete(job.index, {}, 0);
+  }
+}
+
 void ReadThreads::Crew::work() {
   crew_of_thread = this;
   for (;;) {

@@ -63,6 +63,8 @@ class ReadThreads {
   ReadThreads& operator=(const ReadThreads&) = delete;
 
   void post(ReadJob job);
+  /// Requests that have not begun are never made. They complete without bytes.
+  void withdraw();
   /// Is the caller one of these threads, inside a read()?
   bool includes_this_thread() const;
 

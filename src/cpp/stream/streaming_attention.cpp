@@ -182,7 +182,7 @@ struct StreamingAttention::Impl {
   void drop_all() {
     for (std::int64_t i = taken; i < begun; ++i)
       stats.dropped_launches += slot_of(i).launch->num_rounds;
-    for (TileSlot& slot : fetcher.slots()) fetcher.drain(slot);
+    fetcher.drain();
     taken = begun;
     jobs.clear();
   }

@@ -399,10 +399,13 @@ void TileFetcher::count_copies(TileSlot& slot) {
   stats_.link.seconds += seconds_per_byte_ * bytes;
 }
 
-void TileFetcher::drain(TileSlot& slot) {
-  if (slot.reads) slot.reads->wait();
-  slot.reads.reset();
-  release(slot);
+void TileFetcher::drain() {
+  readers_.withdraw();
+  for (TileSlot& slot : slots_) {
+    if (slot.reads) slot.reads->wait();
+    slot.reads.reset();
+    release(slot);
+  }
 }
 
 void TileFetcher::abandon_reads(TileSlot& slot) const {

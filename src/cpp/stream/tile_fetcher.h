@@ -75,8 +75,8 @@ class TileFetcher {
   bool reusable(const TileSlot& slot) const;
   /// Wait until it can, and give up leases.
   void release(TileSlot& slot);
-  /// Wait for all that is under way in the slot, wanted or not.
-  void drain(TileSlot& slot);
+  /// Wait for all that is under way, wanted or not. Reads that have not begun are not made.
+  void drain();
   /// In the child of a fork: nobody reads into the slot any more.
   void abandon_reads(TileSlot& slot) const;
   /// Is the caller inside a read() that was asked for here?
