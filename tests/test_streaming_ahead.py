@@ -85,6 +85,32 @@ def test_cancel_from_another_thread(device):
     compare.same_bits(got, tiles_by_hand(device, data, TILE, 5))
 
 
+def test_cancel_says_whether_the_call_ends(device):
+    """Cancelled at any moment, also when all is done but the result."""
+    data, _, streaming, sequences = small(device, "device")
+    calls_made = cancelled = said = 0
+    calling, deadline = threading.Event(), time.monotonic() + 20
+
+    def cancel():
+        nonlocal said
+        while not calling.is_set():
+            said += streaming.cancel()
+            ended = calls_made
+            while calls_made == ended and not calling.is_set():
+                time.sleep(0)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    while (calls_made < 2000 or not cancelled) and time.monotonic() < deadline:
+        _, error = calls.outcome(ta.CancelledError, attend, device, streaming, data, sequences)
+        cancelled += error is not None
+        calls_made += 1
+    calling.set()
+    thread.join()
+    assert cancelled
+    assert said == cancelled
+
+
 @pytest.mark.parametrize("end", ["cancel", "discard", "another call", "the last reference"])
 def test_only_reads_that_have_begun_are_waited_for(device, end):
     data, source, streaming, sequences = small(device, num_readers=1)

@@ -286,7 +286,7 @@ class StreamingAttention:
         Returns
         -------
         bool
-            Whether there was one.
+            False when there is none, or when its tiles are all in: then it ends as if nothing had been said.
         """
         return bool(self._core.cancel())
 

@@ -203,8 +203,17 @@ struct StreamingAttention::Impl {
   void stop_if_asked(const AttendArgs& args) const {
     if (args.poll) args.poll();
     if (!here()) CallLock::refuse_forked();  // by poll
-    if (phase == Phase::cancelled)
-      throw CancelledError("attend was cancelled; out, lse and state are unchanged");
+    if (phase == Phase::cancelled) refuse_cancelled();
+  }
+
+  [[noreturn]] static void refuse_cancelled() {
+    throw CancelledError("attend was cancelled; out, lse and state are unchanged");
+  }
+
+  /// From here on cancel() comes too late, and says so.
+  void begin_result() {
+    Phase expected = Phase::running;
+    if (!phase.compare_exchange_strong(expected, Phase::writing)) refuse_cancelled();
   }
 
   /// Check q, out and lse as the calls at the end will; returns the query tokens of a sequence.
@@ -332,6 +341,7 @@ struct StreamingAttention::Impl {
     result.complete = failed.empty();
     if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
     if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
+    begin_result();
     if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
     finish(first, end);
     jobs.pop_front();
@@ -392,7 +402,7 @@ struct StreamingAttention::Impl {
   std::optional<Stream> last_stream;
   StreamStats stats;  // of the call under way
 
-  enum class Phase : std::uint8_t { idle, running, cancelled };
+  enum class Phase : std::uint8_t { idle, running, cancelled, writing };
   std::atomic<Phase> phase = Phase::idle;  // of attend
   std::mutex stats_mutex;
   StreamStats published;
@@ -478,7 +488,7 @@ bool StreamingAttention::cancel() {
   using Phase = Impl::Phase;
   if (!impl_->here()) return false;
   Phase phase = Phase::running;
-  return impl_->phase.compare_exchange_strong(phase, Phase::cancelled) || phase != Phase::idle;
+  return impl_->phase.compare_exchange_strong(phase, Phase::cancelled) || phase == Phase::cancelled;
 }
 
 const TiledAttentionDims& StreamingAttention::dims() const { return impl_->dims; }

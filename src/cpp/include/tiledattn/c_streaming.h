@@ -175,7 +175,8 @@ TILEDATTN_API tiledattn_status tiledattn_streaming_prefetch(tiledattn_streaming*
 /* Drop what was prefetched. Waits for the reads and copies under way. */
 TILEDATTN_API tiledattn_status tiledattn_streaming_discard(tiledattn_streaming* streaming);
 /* End the attend that another thread is in, with TILEDATTN_CANCELLED. `running`, which may be NULL,
- * gets 0 when there is none. May be called by any thread. */
+ * gets 0 when there is none, or when its tiles are all in: then it ends as if nothing had been
+ * said. May be called by any thread. */
 TILEDATTN_API tiledattn_status tiledattn_streaming_cancel(tiledattn_streaming* streaming,
                                                           int32_t* running);
 

@@ -121,7 +121,8 @@ class TILEDATTN_API StreamingAttention {
   /// Drop what was prefetched. Waits for the reads and copies under way.
   void discard();
 
-  /// End the attend() that another thread is in, with CancelledError. False when there is none.
+  /// End the attend() that another thread is in, with CancelledError. False when there is none, or
+  /// when its tiles are all in: then it ends as if nothing had been said.
   bool cancel();
 
   const TiledAttentionDims& dims() const;
