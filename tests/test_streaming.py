@@ -341,6 +341,8 @@ def test_scratch_without_room_for_a_tile_in_each_slot_is_refused(device, kind, n
         ({"scratch_bytes": 0}, ValueError, "scratch_bytes: got 0"),
         ({"scratch_bytes": 1.5}, TypeError, "scratch_bytes: expected an int"),
         ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"tile": 2**53}, ValueError, f"dims.tile_capacity: got {2**53} blocks for each of 5 sequences"),
+        ({"tile": 2**58}, ValueError, f"dims.tile_capacity: got {2**58} blocks for each of 5 sequences"),
     ],
 )
 def test_wrong_options_are_named(cpu, option, error, message):

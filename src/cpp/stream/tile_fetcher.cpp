@@ -41,6 +41,21 @@ StreamOptions checked(const StreamOptions& options) {
   return options;
 }
 
+/// Of one slot; refused before the bytes of all slots leave 64 bits.
+std::int64_t table_bytes_of(const TiledAttentionDims& dims, std::int64_t rounds,
+                            std::int64_t num_slots) {
+  const double all = static_cast<double>(num_slots * rounds) * static_cast<double>(dims.max_seqs) *
+                     (static_cast<double>(dims.tile_capacity) + TileTable::kVectors) *
+                     sizeof(std::int64_t);
+  if (all > 4e18) {
+    refuse("dims.tile_capacity",
+           std::to_string(dims.tile_capacity) + " blocks for each of " +
+               std::to_string(dims.max_seqs) + " sequences",
+           "block tables of less than 4e18 bytes in all slots");
+  }
+  return aligned(rounds * TileTable::bytes(dims.max_seqs, dims.tile_capacity));
+}
+
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 const KvPart& part_of(const TileSlot& slot, std::size_t piece) {
@@ -64,8 +79,7 @@ TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
       queue_(std::move(queue)),
       readers_(options.num_readers) {
   const std::int64_t rounds = queue_->immediate() ? kMostRounds : 1;
-  const std::int64_t table_bytes =
-      aligned(rounds * TileTable::bytes(dims.max_seqs, dims.tile_capacity));
+  const std::int64_t table_bytes = table_bytes_of(dims, rounds, options.num_slots);
   if (!queue_->immediate()) tables_ = Buffer(device, table_bytes * options.num_slots);
   for (std::int64_t i = 0; i < options.num_slots; ++i) {
     TileSlot& slot = slots_.emplace_back();

@@ -5,11 +5,6 @@
 
 namespace tiledattn {
 
-namespace {
-/// After the block ids come counts, valid slots, positions of keys and of queries, [B] each.
-constexpr std::int64_t kVectors = 4;
-}  // namespace
-
 std::int64_t TileTable::bytes(std::int64_t num_seqs, std::int64_t width) {
   return num_seqs * (width + kVectors) * static_cast<std::int64_t>(sizeof(std::int64_t));
 }

@@ -13,6 +13,9 @@ namespace tiledattn {
 /// Written on the host, read on the device; on the CPU both are the same memory. One set of arrays
 /// for each round of a launch.
 struct TileTable {
+  /// After the block ids come counts, valid slots, positions of keys and of queries, [B] each.
+  static constexpr std::int64_t kVectors = 4;
+
   std::shared_ptr<void> host;
   void* device = nullptr;
   std::int64_t num_seqs = 0;
