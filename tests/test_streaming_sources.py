@@ -174,6 +174,34 @@ def test_a_pin_that_raises_is_an_error_of_the_tile(device):
     assert isinstance(raised.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("call", ["attend", "partial", "prefetch"])
+def test_an_interrupt_in_a_pin_ends_the_call(device, call, error):
+    """Ctrl-C comes in whatever Python the thread is in. No tile may pass for failed because of it."""
+    data, _, streaming, sequences = small(device)
+    for block in (data.block_table[0][0], data.block_table[3][18]):
+        source = ReadSource(data.k_pool, data.v_pool)
+        source.pin = fail_at(block, error("asked for"))
+        pinned = sequences_of(data, source)
+        out = device.full(data.q.shape, 7.0, "float32")
+        streaming.prefetch(sequences)
+
+        def ended(pinned=pinned, out=out):
+            if call == "prefetch":
+                streaming.discard()
+                streaming.prefetch(pinned)
+            on_error = "partial" if call == "partial" else "raise"
+            streaming.attend(device.array(data.q), pinned, out=out, on_error=on_error)
+
+        with pytest.raises(error, match="asked for") as raised:
+            ended()
+        assert raised.traceback[-1].name == "before_read"
+        assert (device.numpy(out) == 7.0).all()
+        source.pin = lambda blocks: None
+        got = attend(device, streaming, data, pinned)
+        compare.same_bits(got, tiles_by_hand(device, data, TILE, 5))
+
+
 @pytest.mark.parametrize("form", ["dataclass", "slots"])
 def test_any_object_with_the_methods_is_a_source(device, form):
     """One that has no hash, and one that no weak reference can name."""

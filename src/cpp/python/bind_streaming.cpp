@@ -107,12 +107,14 @@ nb::object tile_error(const TileError& error) {
   return made;
 }
 
-void translate_tile_error(const std::exception_ptr& error, void* /*payload*/) {
+void translate_errors(const std::exception_ptr& error, void* /*payload*/) {
   try {
     std::rethrow_exception(error);
   } catch (const TileError& e) {
     const nb::object made = tile_error(e);
     PyErr_SetObject(tile_error_type().ptr(), made.ptr());
+  } catch (const InterruptedInPython& e) {
+    PyErr_SetObject(e.value().type().ptr(), e.value().ptr());
   }
 }
 
@@ -201,7 +203,7 @@ nb::typed<nb::dict, std::string, nb::any> stats(const BoundStreaming& self) {
 void bind_streaming(nb::module_& m) {
   const nb::exception<CancelledError> cancelled(m, "CancelledError", PyExc_RuntimeError);
   cancelled.attr("__doc__") = "`StreamingAttention.cancel` ended the call; nothing was written.";
-  nb::register_exception_translator(translate_tile_error);
+  nb::register_exception_translator(translate_errors);
 
   nb::class_<BoundStreaming>(m, "StreamingAttention")
       .def("__init__", construct, "dims"_a, "device"_a.none(), "scratch_bytes"_a.none(),

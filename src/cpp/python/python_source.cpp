@@ -42,6 +42,9 @@ nb::object block_array(const std::int64_t* blocks, std::int64_t count) {
 RaisedInPython::RaisedInPython(const nb::python_error& error)
     : Error(summary(error)), value_(shared_reference(error.value())) {}
 
+InterruptedInPython::InterruptedInPython(const nb::python_error& error)
+    : CancelledError(summary(error)), value_(shared_reference(error.value())) {}
+
 nb::object numpy_bytes(void* data, std::int64_t rows, std::int64_t row_bytes,
                        std::shared_ptr<void> owner) {
   auto* const kept = new std::shared_ptr<void>(std::move(owner));
@@ -63,6 +66,8 @@ Lease PythonSource::pin(const std::int64_t* blocks, std::int64_t count) {
   try {
     return shared_reference(object_.attr("pin")(block_array(blocks, count)));
   } catch (const nb::python_error& error) {
+    // The caller's own thread: a signal handler may have raised it.
+    if (!error.matches(PyExc_Exception)) throw InterruptedInPython(error);
     throw RaisedInPython(error);
   }
 }

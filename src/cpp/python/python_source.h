@@ -48,3 +48,13 @@ class RaisedInPython : public Error {
 };
 
 }  // namespace tiledattn::binding
+/// The same of one that is no Exception, such as KeyboardInterrupt: it ends the call.
+class InterruptedInPython : public CancelledError {
+ public:
+  explicit InterruptedInPython(const nanobind::python_error& error);
+  nanobind::handle value() const { return static_cast<PyObject*>(value_.get()); }
+
+ private:
+  std::shared_ptr<void> value_;
+};
+

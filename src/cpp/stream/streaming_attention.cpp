@@ -149,11 +149,14 @@ struct StreamingAttention::Impl {
     return nullptr;
   }
 
-  /// What goes wrong for a later call is not this call's error.
+  /// What goes wrong for a later call is not this call's error, unless it was to end this one.
   bool begin_launch(TileSlot& slot, Job& job, bool ahead) {
     try {
       fetcher.begin(slot, job.launches[job.next], job.request);
       return true;
+    } catch (const CancelledError&) {
+      job.failed = true;
+      throw;
     } catch (...) {
       if (!ahead && &job == jobs.front().get()) throw;
       job.failed = true;
@@ -338,10 +341,10 @@ struct StreamingAttention::Impl {
       fill(begun == taken, false);
       fold(args, with_positions, stream, result, failed);
     }
+    begin_result();
     result.complete = failed.empty();
     if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
     if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
-    begin_result();
     if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
     finish(first, end);
     jobs.pop_front();

@@ -156,6 +156,8 @@ void TileFetcher::begin(TileSlot& slot, const TileLaunch& launch, const StreamRe
   for (std::size_t i = 0; i < launch.pieces.size(); ++i) {
     try {
       slot.leases.push_back(launch.source->pin(blocks_of(slot, i), launch.pieces[i].count));
+    } catch (const CancelledError&) {
+      throw;
     } catch (...) {
       fail(slot, i, std::nullopt, std::current_exception());
     }

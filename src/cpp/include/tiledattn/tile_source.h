@@ -107,7 +107,8 @@ class TILEDATTN_API TileSource {
 
   /// Called once for each StreamingAttention that uses the source, before its first tile.
   virtual void prepare(Device device);
-  /// No eviction of these blocks while the lease lives. Throws when one of them is not there.
+  /// No eviction of these blocks while the lease lives. Throws when one of them is not there. A
+  /// CancelledError is no error of the tile: it ends the call.
   virtual Lease pin(const std::int64_t* blocks, std::int64_t count);
   /// All blocks, where their memory can be addressed.
   virtual std::optional<TilePools> pools() const { return std::nullopt; }
@@ -172,7 +173,7 @@ class TILEDATTN_API TileError : public Error {
   Details details_;
 };
 
-/// A StreamingAttention's cancel() ended this call.
+/// A StreamingAttention's cancel(), or a source's pin(), ended this call.
 class TILEDATTN_API CancelledError : public Error {
  public:
   using Error::Error;
