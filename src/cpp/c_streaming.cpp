@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +18,13 @@ struct tiledattn_source {
 };
 struct tiledattn_streaming {
   tiledattn::StreamingAttention object;
+  mutable std::mutex mutex;                   // of what follows: `object` has a lock of its own
   std::vector<tiledattn::TileError> missing;  // of the last attend
+
+  void set_missing(std::vector<tiledattn::TileError> tiles) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    missing.swap(tiles);
+  }
 };
 
 using namespace tiledattn;
@@ -204,6 +211,7 @@ tiledattn_status tiledattn_streaming_create(const tiledattn_dims* dims,
     result = new tiledattn_streaming{
         StreamingAttention(to_dims(dims), to_device(device),
                            options ? to_options(*options) : ScoreOptions{}, stream),
+        {},
         {}};
   });
 }
@@ -228,12 +236,13 @@ tiledattn_status tiledattn_streaming_attend(tiledattn_streaming* streaming,
     if (from.partial) required(result, "result");
     try {
       AttendResult attended = self.object.attend(call, to_stream(stream));
-      self.missing = std::move(attended.errors);
+      const auto num_missing = static_cast<std::int64_t>(attended.errors.size());
+      self.set_missing(std::move(attended.errors));
       if (!result) return;
-      result->num_missing = static_cast<std::int64_t>(self.missing.size());
+      result->num_missing = num_missing;
       result->state = new tiledattn_state{std::move(*attended.state)};
     } catch (const TileError& error) {
-      self.missing = {error};
+      self.set_missing({error});
       throw;
     }
   });
@@ -242,8 +251,10 @@ tiledattn_status tiledattn_streaming_attend(tiledattn_streaming* streaming,
 tiledattn_status tiledattn_streaming_missing(const tiledattn_streaming* streaming,
                                              std::int64_t index, tiledattn_missing_tile* tile) {
   return guarded([&] {
-    const std::vector<TileError>& missing = required(streaming, "streaming").missing;
+    const tiledattn_streaming& self = required(streaming, "streaming");
     tiledattn_missing_tile& to = required(tile, "tile");
+    const std::lock_guard<std::mutex> lock(self.mutex);
+    const std::vector<TileError>& missing = self.missing;
     if (index < 0 || index >= static_cast<std::int64_t>(missing.size())) {
       throw IndexError("index: got " + std::to_string(index) + "; the last attend misses " +
                        std::to_string(missing.size()) + " tiles");

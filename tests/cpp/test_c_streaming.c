@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Streaming from C: sources of pools and of functions, tiles that fail, cancelling, eviction. */
+ * Streaming from C: sources of pools and of functions, tiles that fail, cancelling, eviction,
+ * threads. */
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -386,6 +388,55 @@ static void test_eviction(void) {
   tiledattn_source_destroy(own);
 }
 
+/* What one thread does with a handle that others use too. */
+typedef struct Sharer {
+  tiledattn_streaming* streaming;
+  const Sequences* sequences;
+  int wrong;
+} Sharer;
+
+static void* share(void* user) {
+  Sharer* self = user;
+  float got[kOutSize];
+  tiledattn_missing_tile missing;
+  int i;
+  for (i = 0; i < 100; ++i) {
+    tiledattn_attend_result result = {0};
+    if (attend(self->streaming, self->sequences->all, NULL, 1, &result, got) != TILEDATTN_OK ||
+        result.num_missing != 1 || !untouched(got))
+      ++self->wrong;
+    tiledattn_state_destroy(result.state);
+    if (tiledattn_streaming_missing(self->streaming, 0, &missing) != TILEDATTN_OK ||
+        missing.position != 8)
+      ++self->wrong;
+  }
+  return NULL;
+}
+
+static void test_threads_share_a_handle(void) {
+  enum { kThreads = 4 };
+  Reads reads;
+  Sequences sequences;
+  Sharer sharers[kThreads];
+  pthread_t threads[kThreads];
+  int i;
+  tiledattn_source* const source = make_reads(&reads);
+  tiledattn_streaming* const streaming = make_streaming();
+  make_sequences(source, &sequences);
+  reads.bad_block = 3;
+  for (i = 0; i < kThreads; ++i) {
+    const Sharer sharer = {streaming, &sequences, 0};
+    sharers[i] = sharer;
+    CHECK(pthread_create(&threads[i], NULL, share, &sharers[i]) == 0);
+  }
+  for (i = 0; i < kThreads; ++i) {
+    CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(sharers[i].wrong == 0);
+  }
+  tiledattn_streaming_destroy(streaming);
+  tiledattn_source_destroy(source);
+}
+
 static void test_wrong_calls(void) {
   static float got[kOutSize];
   Reads reads;
@@ -448,6 +499,7 @@ int main(void) {
   test_failed_tiles();
   test_ahead_and_cancel();
   test_eviction();
+  test_threads_share_a_handle();
   test_wrong_calls();
   printf("%d checks, %d failures\n", num_checks, num_failures);
   return num_failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

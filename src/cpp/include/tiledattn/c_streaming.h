@@ -111,7 +111,7 @@ typedef struct tiledattn_stream_options {
 } tiledattn_stream_options;
 
 /* Folds tiles of dims.tile_capacity blocks of each sequence, in the order of keys: the bits of the
- * same tiles given to tiledattn_step_tile. */
+ * same tiles given to tiledattn_step_tile. Calls of several threads run one after the other. */
 typedef struct tiledattn_streaming tiledattn_streaming;
 
 /* NULL for `device`, `options` and `stream_options`: the defaults. */
