@@ -244,6 +244,21 @@ def test_sources_and_streamers_go_away(cpu):
     assert [ref() for ref in gone] == [None, None]
 
 
+def test_sources_that_hold_their_sequences_go_away(cpu):
+    data, source, streaming, sequences = small(cpu)
+    source.sequences, source.kept = sequences, sequences_of(data, source)
+    gc.collect()
+    compare.same_bits(attend(cpu, streaming, data, sequences), tiles_by_hand(cpu, data, TILE, 5))
+    gone = weakref.ref(source)
+    streaming.prefetch(source.kept)
+    del source, sequences
+    gc.collect()
+    assert gone() is not None  # it is being fetched from
+    streaming.discard()
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize("head_dim", [64, 66, 33])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_many_small_pieces(device, dtype, block_size, head_dim):

@@ -121,6 +121,37 @@ void restore(PoolSource& self, const Blocks& blocks) {
   self.restore(blocks.data(), static_cast<std::int64_t>(blocks.size()));
 }
 
+// A source may hold sequences of its own blocks. Python finds such a cycle by what these two tell
+// its garbage collector.
+
+int traverse_source(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PythonSource>(self)->object().ptr());
+  return 0;
+}
+
+/// Each part has a reference of its own to the Python object of its source.
+int traverse_sequence(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  for (const KvPart& part : nb::inst_ptr<StreamSequence>(self)->parts) {
+    const nb::object source = nb::find(part.source);
+    Py_VISIT(source.ptr());
+  }
+  return 0;
+}
+
+int clear_sequence(PyObject* self) {
+  const std::vector<KvPart> parts = std::move(nb::inst_ptr<StreamSequence>(self)->parts);
+  return 0;
+}
+
+PyType_Slot source_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_source)},
+                              {0, nullptr}};
+PyType_Slot sequence_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_sequence)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear_sequence)},
+                                {0, nullptr}};
+
 }  // namespace
 
 void bind_tile_source(nb::module_& m) {
@@ -135,7 +166,8 @@ void bind_tile_source(nb::module_& m) {
       .def_prop_ro("name", &TileSource::name)
       .def_prop_ro("block_size",
                    [](const TileSource& self) { return self.describe().sizes.block_size; });
-  nb::class_<PythonSource, TileSource>(m, "PythonSource", nb::is_weak_referenceable())
+  nb::class_<PythonSource, TileSource>(m, "PythonSource", nb::is_weak_referenceable(),
+                                       nb::type_slots(source_slots))
       .def(
           "__init__",
           [](PythonSource* self, nb::object object, const PackedGeometry& geometry,
@@ -156,7 +188,7 @@ void bind_tile_source(nb::module_& m) {
                    [](const PoolSource& self) { return self.describe().block_bytes(); })
       .def_prop_ro("residency", [](const PoolSource& self) { return to_string(self.residency()); });
 
-  nb::class_<StreamSequence>(m, "StreamSequence")
+  nb::class_<StreamSequence>(m, "StreamSequence", nb::type_slots(sequence_slots))
       .def(
           "__init__",
           [](StreamSequence* self, nb::handle length) {

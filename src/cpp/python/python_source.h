@@ -27,6 +27,8 @@ class PythonSource final : public TileSource {
   Lease pin(const std::int64_t* blocks, std::int64_t count) override;
   std::int64_t read(const TileRead& request) override;
 
+  nanobind::handle object() const { return object_; }
+
  private:
   nanobind::object object_;
   TileGeometry geometry_;
@@ -47,7 +49,6 @@ class RaisedInPython : public Error {
   std::shared_ptr<void> value_;
 };
 
-}  // namespace tiledattn::binding
 /// The same of one that is no Exception, such as KeyboardInterrupt: it ends the call.
 class InterruptedInPython : public CancelledError {
  public:
@@ -58,3 +59,4 @@ class InterruptedInPython : public CancelledError {
   std::shared_ptr<void> value_;
 };
 
+}  // namespace tiledattn::binding
