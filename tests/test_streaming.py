@@ -203,6 +203,7 @@ def test_no_sequences_at_all(device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"q": None}, TypeError, "q: expected an array .*, got NoneType"),
         ({"sequences": lambda s: s[:-1]}, ValueError, "q: got 5 sequences; expected 4"),
         ({"sequences": lambda s: s[0]}, TypeError, "sequences: expected a list"),
         ({"sequences": lambda s: 5}, TypeError, "sequences: expected a list of StreamSequence, got int"),
@@ -226,8 +227,9 @@ def test_wrong_calls_are_named(cpu, change, error, message):
     data, source, streaming, sequences = small(cpu)
     kwargs = dict(change)
     given = kwargs.pop("sequences", lambda s: s)(sequences)
+    q = kwargs.pop("q", data.q)
     with pytest.raises(error, match=message):
-        streaming.attend(data.q, given, **kwargs)
+        streaming.attend(q, given, **kwargs)
     assert not source.threads
 
 
@@ -307,6 +309,18 @@ def test_parts_hold_all_keys_unless_they_say_where_they_are(cpu):
     assert ta.StreamSequence(8, ta.KvPart(source, [0, 1])).length == 8
     assert ta.StreamSequence(9, ta.KvPart(source, [0, 1], 0)).parts[0].position == 0
     assert ta.StreamSequence(9).parts == ()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+def test_positions_of_any_integer_type(cpu, dtype):
+    """What follows a part lies where that ends, also where its position's type does not reach."""
+    _, source, _, _ = small(cpu)
+    blocks = np.zeros(10_000, np.int64)
+    parts = [ta.KvPart(source, blocks, dtype(100)), ta.KvPart(source, [0])]
+    assert [part.position for part in ta.StreamSequence(9, parts).parts] == [100, 40_100]
+    for wrong in (1.5, True, "1", np.array([1, 2])):
+        with pytest.raises(TypeError, match=r"parts\[0\].position: expected an int, got"):
+            ta.StreamSequence(9, ta.KvPart(source, [0], wrong))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 5])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -353,7 +354,7 @@ class StreamSequence:
             if not isinstance(part, KvPart):
                 raise TypeError(f"parts[{i}]: expected a KvPart, got {type(part).__name__}")
             if part.position is not None:
-                position = part.position
+                position = _position(part.position, f"parts[{i}].position")
             blocks = _block_ids(part.blocks, f"parts[{i}].blocks")
             source = _compiled_source(part.source)
             self._compiled.add(source, blocks.tolist(), position)
@@ -371,6 +372,16 @@ class StreamSequence:
         blocks = sum(len(part.blocks) for part in self.parts)
         parts = f"{len(self.parts)} part" + ("" if len(self.parts) == 1 else "s")
         return f"StreamSequence(length={self.length}, {blocks} blocks in {parts})"
+
+
+def _position(position: Any, name: str) -> int:
+    """Give a plain int: a NumPy one could wrap where the length of the part is added."""
+    if isinstance(position, (bool, np.bool_)) or not hasattr(position, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(position).__name__}")
+    try:
+        return operator.index(position)
+    except TypeError:  # an array of several elements has __index__ too
+        raise TypeError(f"{name}: expected an int, got {type(position).__name__}") from None
 
 
 def _block_ids(blocks: Any, name: str) -> BlockIds:

@@ -209,7 +209,7 @@ void bind_streaming(nb::module_& m) {
       .def("__init__", construct, "dims"_a, "device"_a.none(), "scratch_bytes"_a.none(),
            "num_slots"_a.none(), "num_readers"_a.none(), "poison_scratch"_a.none(),
            "softmax_scale"_a.none(), "softcap"_a.none(), "window"_a.none(), "sinks"_a.none())
-      .def("attend", attend, "q"_a, "sequences"_a, "state"_a.none(), "q_positions"_a.none(),
+      .def("attend", attend, "q"_a.none(), "sequences"_a, "state"_a.none(), "q_positions"_a.none(),
            "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "return_state"_a.none(),
            "partial"_a, "stream"_a.none())
       .def("prefetch", prefetch, "sequences"_a, "q_len"_a.none(), "q_positions"_a.none())
