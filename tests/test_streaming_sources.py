@@ -67,6 +67,20 @@ def test_text_that_is_no_utf8_stands_in_messages(cpu):
         ta.TileGeometry(**sizes, dtype="float32", layout="\udc80")
 
 
+def test_an_error_that_has_no_text_is_named_by_its_type(cpu):
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError("nothing to say")
+
+    data = LONG.make("float32")
+    for method in ("before_read", "pin"):
+        source = make_source("read", cpu, data)
+        setattr(source, method, fail_at(data.block_table[3][7], MuteError()))
+        with pytest.raises(ta.TileError, match=r"bytes, got MuteError$") as raised:
+            attend(cpu, make_streaming(cpu, data), data, sequences_of(data, source))
+        assert isinstance(raised.value.__cause__, MuteError)
+
+
 @pytest.mark.parametrize("by", [1, 4096, -8])
 def test_a_count_that_is_not_the_buffers_is_an_error(device, by):
     data, source, streaming, sequences = small(device)

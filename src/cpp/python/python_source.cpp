@@ -25,8 +25,12 @@ std::shared_ptr<void> shared_reference(nb::handle object) {
 
 std::string summary(const nb::python_error& error) {
   const std::string type = text_of(error.type().attr("__name__"));
-  const std::string text = text_of(error.value());
-  return text.empty() ? type : type + ": " + text;
+  try {
+    const std::string text = text_of(error.value());
+    return text.empty() ? type : type + ": " + text;
+  } catch (const nb::python_error&) {  // an exception may fail to say what it is
+    return type;
+  }
 }
 
 nb::object block_array(const std::int64_t* blocks, std::int64_t count) {
