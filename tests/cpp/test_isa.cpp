@@ -167,8 +167,9 @@ TEST(kernels_convert_every_half) {
 
 TEST(kernels_convert_every_byte) {
   // Each code as all of K and, elsewhere in each row, as V, under one key: the score is the number
-  // in K that a head's q picks, and the result is V.
-  const std::int64_t codes = 256, heads = 4, head_dim = 200;
+  // in K that a head's q picks, and the result is V. Whole steps of 16, 32 and 64 elements leave
+  // some, and the last pick is beyond the middle of such a step.
+  const std::int64_t codes = 256, heads = 4, head_dim = 247;
   std::vector<std::uint8_t> k(codes * head_dim), v(codes * head_dim);
   Host q({codes, heads, head_dim});
   for (std::int64_t s = 0; s < codes; ++s) {
@@ -176,7 +177,7 @@ TEST(kernels_convert_every_byte) {
       k[s * head_dim + d] = static_cast<std::uint8_t>(s);
       v[s * head_dim + d] = static_cast<std::uint8_t>(s + d);
     }
-    for (std::int64_t h = 0; h < heads; ++h) q[(s * heads + h) * head_dim + h * 66] = 1;
+    for (std::int64_t h = 0; h < heads; ++h) q[(s * heads + h) * head_dim + h * 82] = 1;
   }
   std::vector<std::int64_t> blocks(codes);
   for (std::int64_t s = 0; s < codes; ++s) blocks[s] = s;
