@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from pathlib import Path
 
 import calls
 import cases
@@ -118,6 +119,31 @@ def test_an_allocated_pool(device, dtype):
     del source
     gc.collect()
     compare.same_bits(k_pool, data.k_pool)  # the view keeps the memory
+
+
+def _memory_flags(address):
+    """What Linux says of the memory at an address: "hg" where huge pages are asked for."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name:
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "VmFlags:":
+            return rest
+    raise AssertionError(f"no flags of the memory at {address:#x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no transparent huge pages",
+)
+def test_an_allocated_pool_asks_for_huge_pages(cpu):
+    geometry = ta.TileGeometry(num_blocks=64, block_size=16, num_kv_heads=8, head_dim=128, dtype="float32")
+    source = ta.PoolSource.allocate(geometry)
+    begin = source.k_pool.ctypes.data
+    for address in (begin, begin + geometry.num_blocks * geometry.block_bytes - 1):
+        assert "hg" in _memory_flags(address)
 
 
 def test_a_pool_keeps_its_arrays(device):
