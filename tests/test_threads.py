@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -173,3 +174,14 @@ def test_results_of_threads_of_other_devices(device, cpu):
         jobs = [pool.submit(calls.run_paged, one, data) for one in (device, cpu) * 6]
         for job in jobs:
             compare.result_close(job.result(), want, "float32")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of processes")
+def test_no_more_threads_than_cores_that_the_process_may_use():
+    code = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import tiledattn as ta
+print(ta.get_num_threads())
+"""
+    assert processes.run(code, TILEDATTN_NUM_THREADS=None) == "1\n"
