@@ -159,6 +159,12 @@ def measure_overhead(rounds: int = 15, calls: int = 2000) -> dict[str, float]:
     return {"tiny_us": round(tiny, 2), "binding_us": round(binding, 2)}
 
 
+def command() -> str:
+    """What to type for the same run: a forced instruction set is part of it."""
+    forced = os.environ.get("TILEDATTN_CPU_ISA")
+    return shlex.join([*([f"TILEDATTN_CPU_ISA={forced}"] if forced else []), "python", *sys.argv])
+
+
 def machine() -> dict[str, object]:
     """What the figures depend on."""
     model = platform.processor()
@@ -267,7 +273,7 @@ def main() -> None:
     if args.out:
         report = {
             "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": command(),
             "machine": before,
             "threads": args.threads,
             "versions": versions(),
