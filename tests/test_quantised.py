@@ -217,8 +217,8 @@ def test_nan_in_a_scale_that_is_used_comes_out(name, shape, device):
     assert not np.isnan(out[:, :2]).any()
 
 
-def test_same_bits_in_any_company(device, kv_dtype):
-    made = quantised.make(cases.Paged("", seq_lens=(300, 40, 17)), "float16", kv_dtype, "slot")
+def test_same_bits_in_any_company(device, dtype, kv_dtype):
+    made = quantised.make(cases.Paged("", seq_lens=(300, 40, 17)), dtype, kv_dtype, "slot")
     together = made.run(device)
     for b in range(3):
         alone = made.data._replace(
