@@ -163,6 +163,27 @@ def test_decode_on_the_cpu_is_precise(cpu, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize("shape", SCALES)
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize(("k_scale", "softmax_scale"), [(3e38, None), (1e25, -1e25), (1.0, 3e38)])
+def test_a_product_of_scales_beyond_float32(k_scale, softmax_scale, q_len, shape, cpu, dtype, kv_dtype):
+    """Scores within reach are what they are, and a query of zeros sees all keys alike."""
+    score = cases.Score(softmax_scale=softmax_scale)
+    made = quantised.make(cases.Paged("", (70,), q_len, head_dim=64, score=score), dtype, kv_dtype, shape)
+    k = np.sign(made.data.k_pool.astype(np.float32)).astype(made.data.k_pool.dtype)
+    scale = np.full_like(made.scales["k_scale"], k_scale) if shape != "number" else k_scale
+    product = np.float64(k_scale) * abs(softmax_scale or 0.125)
+    q = made.data.q.astype(np.float64) * max(1e28 / product, 1e-30)
+    q[..., ::2, :] = 0
+    q = q.astype(made.data.q.dtype)
+    data = made.data._replace(q=q, k_pool=k)
+    real = made.real._replace(q=q, k_pool=quantised.dequantise(k, scale))
+    made = quantised.Quantised(data, real, {**made.scales, "k_scale": scale})
+    (out, lse), want = made.run(cpu), made.want()
+    compare.out_close(out, want.out, dtype)
+    compare.lse_close(lse, want.lse)
+
+
+@pytest.mark.parametrize("shape", SCALES)
 def test_layouts(shape, device, dtype, kv_dtype):
     """Heads before tokens, K and V interleaved, a pool inside a wider one; scales with strides of their own."""
     case = cases.Paged("", seq_lens=(40, 9, 1), head_dim_v=64)

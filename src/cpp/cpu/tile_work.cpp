@@ -38,6 +38,21 @@ void gather(const void* const* from, int count, float* to) {
   for (int j = 0; j < count; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
 }
 
+/// A factor of scores in two parts, of which kernels apply one after the other: as one, a factor
+/// beyond float would make NaN of a score of 0.
+struct ScoreFactor {
+  float first;
+  float second = 1.0f;  ///< a power of two
+
+  explicit ScoreFactor(double factor) : first(static_cast<float>(factor)) {
+    constexpr int kLargestExponent = std::numeric_limits<float>::max_exponent - 2;
+    if (!std::isfinite(factor) || std::isfinite(first)) return;
+    const int exponent = std::ilogb(factor) - kLargestExponent;
+    first = static_cast<float>(std::ldexp(factor, -exponent));
+    second = std::ldexp(1.0f, exponent);
+  }
+};
+
 }  // namespace
 
 /// Addresses of one block of keys of one KV head, as kernels want them; of the scales where each
@@ -269,13 +284,16 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
   args.v = block.v;
   args.row_begin = row_begin;
   args.row_end = row_end;
-  args.softmax_scale = static_cast<float>(
-      p_.softmax_scale * head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
+  const ScoreFactor factor(p_.softmax_scale *
+                           head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
+  args.softmax_scale = factor.first;
   args.softcap = p_.softcap;
-  if (p_.k_scale.by_key) {
-    gather(block.k_scale, block.entries(), k_scale);
-    args.k_scale = k_scale;
+  if (p_.k_scale.by_key) gather(block.k_scale, block.entries(), k_scale);
+  if (factor.second != 1.0f) {
+    for (int j = 0; j < block.entries(); ++j)
+      k_scale[j] = p_.k_scale.by_key ? k_scale[j] * factor.second : factor.second;
   }
+  if (p_.k_scale.by_key || factor.second != 1.0f) args.k_scale = k_scale;
   if (p_.v_scale.by_key) {
     gather(block.v_scale, block.entries(), v_scale);
     args.v_scale = v_scale;
