@@ -24,6 +24,7 @@ set(tiledattn_core_sources
     src/cpp/cpu/kernels_avx512.cpp
     src/cpp/cpu/kernels_avx512bf16.cpp
     src/cpp/cpu/kernels_neon.cpp
+    src/cpp/cpu/kernels_neonbf16.cpp
     src/cpp/cpu/kernels_scalar.cpp
     src/cpp/cpu/num_cpus.cpp
     src/cpp/cpu/pool.cpp

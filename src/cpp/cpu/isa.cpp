@@ -11,6 +11,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace tiledattn {
@@ -64,8 +67,13 @@ std::vector<const cpu::CpuKernels*> find_available() {
 
 #elif defined(__aarch64__)
 
+/// Best first.
 std::vector<const cpu::CpuKernels*> find_available() {
-  return {&cpu::kernels_neon, &cpu::kernels_scalar};
+  std::vector<const cpu::CpuKernels*> found;
+  if ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0) found.push_back(&cpu::kernels_neonbf16);
+  found.push_back(&cpu::kernels_neon);
+  found.push_back(&cpu::kernels_scalar);
+  return found;
 }
 
 #else

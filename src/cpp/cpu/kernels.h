@@ -82,5 +82,6 @@ extern const CpuKernels kernels_avx2;
 extern const CpuKernels kernels_avx512;
 extern const CpuKernels kernels_avx512bf16;
 extern const CpuKernels kernels_neon;
+extern const CpuKernels kernels_neonbf16;
 
 }  // namespace tiledattn::cpu

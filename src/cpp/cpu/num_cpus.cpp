@@ -66,11 +66,19 @@ int cpus_of_group(const std::string& folder) {
   return cpus_of_quota(quota, std::strtod(end, nullptr));
 }
 
-/// The tightest limit on the way from this process's group (version 2) to the root.
-int num_cpus_by_quota() {
-  const std::string root = "/sys/fs/cgroup";
+#else
+
+int num_cpus_by_affinity() { return static_cast<int>(std::thread::hardware_concurrency()); }
+
+#endif
+
+}  // namespace
+
+#if defined(__linux__)
+
+int num_cpus_by_quota(const std::string& root, const std::string& groups) {
   const auto is_version_2 = [](const std::string& line) { return line.rfind("0::", 0) == 0; };
-  std::string path = find_line("/proc/self/cgroup", is_version_2);
+  std::string path = find_line(groups, is_version_2);
   path.erase(0, 3);
   int cpus = cpus_of_group(root);
   while (path.size() > 1) {
@@ -85,15 +93,14 @@ int num_cpus_by_quota() {
                                       std::strtod(period.c_str(), nullptr)));
 }
 
-#else
-
-int num_cpus_by_affinity() { return static_cast<int>(std::thread::hardware_concurrency()); }
-int num_cpus_by_quota() { return num_cpus_by_affinity(); }
-
 #endif
 
-}  // namespace
-
-int num_usable_cpus() { return std::max(1, std::min(num_cpus_by_affinity(), num_cpus_by_quota())); }
+int num_usable_cpus() {
+  int cpus = num_cpus_by_affinity();
+#if defined(__linux__)
+  cpus = std::min(cpus, num_cpus_by_quota("/sys/fs/cgroup", "/proc/self/cgroup"));
+#endif
+  return std::max(1, cpus);
+}
 
 }  // namespace tiledattn::cpu

@@ -288,12 +288,16 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
                            head_scale(p_.k_scale, t.kv_head + first_row / head_rows(t)));
   args.softmax_scale = factor.first;
   args.softcap = p_.softcap;
-  if (p_.k_scale.by_key) gather(block.k_scale, block.entries(), k_scale);
-  if (factor.second != 1.0f) {
-    for (int j = 0; j < block.entries(); ++j)
-      k_scale[j] = p_.k_scale.by_key ? k_scale[j] * factor.second : factor.second;
+  if (p_.k_scale.by_key) {
+    gather(block.k_scale, block.entries(), k_scale);
+    if (factor.second != 1.0f) {
+      for (int j = 0; j < block.entries(); ++j) k_scale[j] *= factor.second;
+    }
+    args.k_scale = k_scale;
+  } else if (factor.second != 1.0f) {
+    std::fill_n(k_scale, block.entries(), factor.second);
+    args.k_scale = k_scale;
   }
-  if (p_.k_scale.by_key || factor.second != 1.0f) args.k_scale = k_scale;
   if (p_.v_scale.by_key) {
     gather(block.v_scale, block.entries(), v_scale);
     args.v_scale = v_scale;
