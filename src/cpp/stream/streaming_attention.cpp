@@ -299,9 +299,12 @@ struct StreamingAttention::Impl {
     stats.stall_seconds += seconds_since(begin);
     for (std::size_t i = 0; i < slot.failures.size(); ++i) {
       if (!slot.failures[i]) continue;
-      if (args.on_error == OnTileError::raise) throw TileError(*slot.failures[i]);
+      // Made anew: a copy shares its text with the slot's, which the next call of any thread
+      // clears.
+      TileError error(slot.failures[i]->details());
+      if (args.on_error == OnTileError::raise) throw error;
       failed.push_back(slot.launch->pieces[i]);
-      result.errors.push_back(*slot.failures[i]);
+      result.errors.push_back(std::move(error));
     }
     const std::int64_t num_rounds = slot.launch->num_rounds;
     std::vector<TileArgs> tiles;
