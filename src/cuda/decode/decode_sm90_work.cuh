@@ -9,7 +9,7 @@
 //
 // Most of it takes the kernel's own parameters and is inlined: they then are operands of
 // instructions, where a function called with their address would load each of them from memory.
-// What is long is one function that is called, with a copy of the problem in shared memory: a
+// What is long is one function that is called, with a copy of them in shared memory: a
 // launch begins with instructions that nobody has fetched yet, so each of them costs time.
 #pragma once
 
