@@ -203,11 +203,17 @@ def reference(inputs: Inputs, batch: int, head: int) -> torch.Tensor:
     return scores.softmax(-1) @ v
 
 
-def relative_error(inputs: Inputs, out: torch.Tensor) -> float:
-    """Against the reference, over the first and the last head."""
-    cell, wrong, size = inputs.cell, 0.0, 0.0
-    for batch, head in {(0, 0), (cell.batch - 1, cell.num_q_heads - 1)}:
-        want = reference(inputs, batch, head).double()
+def references(inputs: Inputs) -> dict[tuple[int, int], torch.Tensor]:
+    """The first and the last head, which all contestants are compared with."""
+    cell = inputs.cell
+    places = {(0, 0), (cell.batch - 1, cell.num_q_heads - 1)}
+    return {place: reference(inputs, *place).double() for place in places}
+
+
+def relative_error(out: torch.Tensor, wanted: dict[tuple[int, int], torch.Tensor]) -> float:
+    """Over the heads of the reference."""
+    wrong, size = 0.0, 0.0
+    for (batch, head), want in wanted.items():
         wrong += (out[batch, :, head].double() - want).square().sum().item()
         size += want.square().sum().item()
     return (wrong / size) ** 0.5
@@ -257,11 +263,12 @@ def measure(cell: Cell, names: list[str], rounds: int, slice_s: float) -> dict:
     """All contestants of one cell."""
     inputs = make_inputs(cell)
     bound = {"bfloat16": 5e-3, "float16": 1e-3}[cell.dtype]
+    wanted = references(inputs)
     runs, errors, skipped, per_slice = {}, {}, {}, {}
     for name in names:
         try:
             run = CONTESTANTS[name](inputs)
-            errors[name] = relative_error(inputs, run())
+            errors[name] = relative_error(run(), wanted)
             if not errors[name] <= bound:
                 skipped[name] = f"wrong: relative error {errors[name]:.2e}"
                 continue

@@ -105,24 +105,26 @@ set(tiledattn_cuda_sources
     src/cuda/prefill/inst/prefill_plain_i8.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128_general.cu
+    src/cuda/prefill/inst/prefill_sm90_bf16_d128_long.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d128_short.cu
-    src/cuda/prefill/inst/prefill_sm90_bf16_d128_wide.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d192.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d256.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d256_general.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d64.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d64_general.cu
+    src/cuda/prefill/inst/prefill_sm90_bf16_d64_long.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d64_short.cu
     src/cuda/prefill/inst/prefill_sm90_bf16_d96.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d128.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d128_general.cu
+    src/cuda/prefill/inst/prefill_sm90_f16_d128_long.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d128_short.cu
-    src/cuda/prefill/inst/prefill_sm90_f16_d128_wide.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d192.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d256.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d256_general.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d64.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d64_general.cu
+    src/cuda/prefill/inst/prefill_sm90_f16_d64_long.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d64_short.cu
     src/cuda/prefill/inst/prefill_sm90_f16_d96.cu
     src/cuda/prefill/prefill_sm90.cpp

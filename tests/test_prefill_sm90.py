@@ -90,16 +90,28 @@ def test_options(option, shape, head_dim, dtype, gpu):
     _check(gpu, _flash(shape, head_dim, OPTIONS[option], spread=3.0), dtype, tight=False)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1, 2100, 2100), (1, 1, 1, 2048, 300)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 2100, 2100), (1, 1, 1, 2305, 3001), (1, 1, 1, 2048, 300), (1, 1, 1, 8200, 700)], ids=str
+)
 @pytest.mark.parametrize("dtype", HALF)
-def test_wide_tiles(shape, dtype, gpu):
-    _check(gpu, _flash(shape, 128), dtype)
+def test_long_sequences(shape, causal, head_dim, dtype, gpu):
+    """Tall tiles, whose upper rows do not see the last tiles of keys; with more queries than keys most are empty."""
+    _check(gpu, _flash(shape, head_dim, cases.Score(causal=causal)), dtype)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_wide_tiles_causal(dtype, gpu):
-    """With more queries than keys: most rows are empty."""
-    _check(gpu, _flash((1, 1, 1, 8200, 700), 128, CAUSAL), dtype)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rise", [3.0, 20.0, 100.0, 1e4])
+def test_scores_that_rise_towards_the_first_key(rise, causal, head_dim, gpu):
+    """Keys are read from the last to the first: each tile has maxima far above those before it, more for some rows."""
+    tokens = 2500
+    (q, k, v), _ = _flash((1, 1, 1, tokens, tokens), head_dim).make("bfloat16")
+    q[..., 0] = np.arange(tokens).reshape(1, -1, 1) % 7 / 8
+    k[..., 0] = np.arange(tokens)[::-1].reshape(1, -1, 1) * (rise / 64)
+    got = calls.run_flash(gpu, (q, k, v), causal=causal, softmax_scale=0.25)
+    compare.result_close(got, reference.flash(q, k, v, causal=causal, softmax_scale=0.25), "bfloat16")
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (128, 256), (8, 16)])
@@ -238,7 +250,7 @@ def test_infinite_scores(head_dim, gpu):
 
 @pytest.mark.parametrize(
     ("head_dim", "q_len", "causal"),
-    [(64, 400, False), (128, 400, True), (128, 2100, False), (256, 300, True)],
+    [(64, 400, False), (64, 2100, True), (128, 400, True), (128, 2100, False), (256, 300, True)],
 )
 def test_same_bits_again_alone_and_replayed(head_dim, q_len, causal, gpu):
     if gpu.name != "torch":

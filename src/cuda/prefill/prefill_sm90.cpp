@@ -24,12 +24,14 @@ constexpr std::int64_t kSectionBytes = std::int64_t{64} << 20;
 constexpr std::int64_t kLeastSectionHeads = 16;
 constexpr std::int64_t kMostSectionHeads = 64;
 /// Up to these many query tokens, small blocks, several of them on each SM, hide latency best.
-constexpr std::int64_t kShortRowsD64 = 512;
-constexpr std::int64_t kShortRowsD64Causal = 2048;
+constexpr std::int64_t kShortRowsD64 = 128;
+constexpr std::int64_t kShortRowsD64Causal = 1024;
 constexpr std::int64_t kShortRowsD128 = 64;
-/// From these many on, tiles of 192 rows read K and V less often.
-constexpr std::int64_t kWideRows = 2048;
-constexpr std::int64_t kWideRowsCausal = 8192;
+/// From these many on, tiles of 192 rows: with more keys each for narrow heads, less reading of K
+/// and V for wide ones.
+constexpr std::int64_t kLongRowsD64 = 2048;
+constexpr std::int64_t kLongRowsD128 = 8192;
+
 /// Rows of q, K, V or out, indexed (sequence, token, head); the columns of a box are one slab.
 struct Rows {
   const void* data;
@@ -129,6 +131,8 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
     if (general) return launch_config<PrefillSm90D64General<T>>(params, stream);
     if (dense && p.q_len <= (causal ? kShortRowsD64Causal : kShortRowsD64))
       return launch_config<PrefillSm90D64Short<T>>(params, stream);
+    if (dense && p.q_len >= kLongRowsD64)
+      return launch_config<PrefillSm90D64Long<T>>(params, stream);
     return launch_config<PrefillSm90D64<T>>(params, stream);
   }
   if (dim <= 96 && !general) return launch_config<PrefillSm90D96<T>>(params, stream);
@@ -137,9 +141,8 @@ void launch_type(PrefillSm90Params& params, cudaStream_t stream) {
     if (dense && p.q_len <= kShortRowsD128)
       return launch_config<PrefillSm90D128Short<T>>(params, stream);
     // Its 80 keys are pieces of at most 16 of a block, too many requests for paged keys.
-    const bool paged = p.key_source == KeySource::paged;
-    if (dense && !paged && p.q_len >= (causal ? kWideRowsCausal : kWideRows))
-      return launch_config<PrefillSm90D128Wide<T>>(params, stream);
+    if (dense && p.key_source != KeySource::paged && p.q_len >= kLongRowsD128)
+      return launch_config<PrefillSm90D128Long<T>>(params, stream);
     return launch_config<PrefillSm90D128<T>>(params, stream);
   }
   if (general) return launch_config<PrefillSm90D256General<T>>(params, stream);

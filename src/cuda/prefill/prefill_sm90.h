@@ -15,27 +15,24 @@ namespace tiledattn::cuda {
 template <typename Config>
 void launch_prefill_sm90(const PrefillSm90Params& params, std::int64_t blocks, cudaStream_t stream);
 
-template <typename T>
-constexpr bool kHoldsLargeWeights = false;
-template <>
-inline constexpr bool kHoldsLargeWeights<__nv_bfloat16> = true;
-
 // Rows and keys of a tile, for each width of the head. Wide tiles read K and V less often; narrow
 // ones waste less at the diagonal of a causal mask and where sequences are short.
 template <typename T>
-using PrefillSm90D64 = PrefillSm90Config<T, 64, 3, 128, false, kHoldsLargeWeights<T>>;
+using PrefillSm90D64 = PrefillSm90Config<T, 64, 4, 64, false>;
 template <typename T>
-using PrefillSm90D64Short = PrefillSm90Config<T, 64, 1, 64, false, false, 3>;
+using PrefillSm90D64Long = PrefillSm90Config<T, 64, 3, 128, false>;
+template <typename T>
+using PrefillSm90D64Short = PrefillSm90Config<T, 64, 1, 64, false, 3>;
 template <typename T>
 using PrefillSm90D64General = PrefillSm90Config<T, 64, 2, 128, true>;
 template <typename T>
 using PrefillSm90D96 = PrefillSm90Config<T, 96, 2, 128, false>;
 template <typename T>
-using PrefillSm90D128Wide = PrefillSm90Config<T, 128, 3, 80, false, kHoldsLargeWeights<T>>;
-template <typename T>
 using PrefillSm90D128 = PrefillSm90Config<T, 128, 2, 128, false>;
 template <typename T>
-using PrefillSm90D128Short = PrefillSm90Config<T, 128, 1, 64, false, false, 2>;
+using PrefillSm90D128Long = PrefillSm90Config<T, 128, 3, 80, false>;
+template <typename T>
+using PrefillSm90D128Short = PrefillSm90Config<T, 128, 1, 64, false, 2>;
 template <typename T>
 using PrefillSm90D128General = PrefillSm90Config<T, 128, 2, 128, true>;
 template <typename T>

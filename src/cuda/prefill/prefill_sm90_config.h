@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/attend_params.h"
 #include "common/divisor.h"
@@ -15,8 +17,7 @@ namespace tiledattn::cuda {
 /// One instance of the kernel. kDim: columns of q, K and V that the matrix products cover, both
 /// head dims rounded up. kConsumers: warpgroups that compute, each 64 rows of q. kKeys: keys of a
 /// tile. kGeneral: windows, softcap and any scale; without it causal masks and positive scales.
-template <typename T_, int kDim_, int kConsumers_, int kKeys_, bool kGeneral_,
-          bool kLagged_ = false, int kBlocks_ = 1>
+template <typename T_, int kDim_, int kConsumers_, int kKeys_, bool kGeneral_, int kBlocks_ = 1>
 struct PrefillSm90Config {
   using T = T_;
   static constexpr int kDim = kDim_;
@@ -29,13 +30,18 @@ struct PrefillSm90Config {
   static constexpr int kSlabs = (kDim + 63) / 64;  ///< of 64 columns, in shared memory
   static constexpr int kThreads = 128 * (kConsumers + 1);
   /// Keys and values each go through a ring of this many tiles.
-  static constexpr unsigned kStages = 2;
-  /// 65536 registers for all blocks of an SM: one warpgroup that loads, the others compute.
-  static constexpr int kProducerRegisters = kConsumers == 3 || kBlocks == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
+  static constexpr unsigned kStages = kConsumers == 4 ? 4 : 2;
+  /// A block's registers, divided again: one warpgroup that loads, the others compute. What all
+  /// take together must be there from the launch on, or they would wait for it without end.
+  static constexpr int kProducerRegisters = kConsumers >= 3 || kBlocks == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 160
                                             : kConsumers == 2 ? 232
                                             : kBlocks == 2    ? 216
                                                               : 128;
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * kBlocks) / 8 * 8;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (1 + kConsumers) * kLaunchRegisters);
 
   /// Results leave through a tile of their own, or from the registers where shared memory is full.
   static constexpr bool kOwnOutput = kDim <= 128;
@@ -49,8 +55,12 @@ struct PrefillSm90Config {
   /// instead of behind it: this saves registers.
   static constexpr bool kLateRescale = kDim > 128;
   /// Steps without masks refer to the maximum of the steps before, which is there at once; their
-  /// own serves the next step. Weights then reach far above 1, which float16 does not.
-  static constexpr bool kLagged = kLagged_;
+  /// own, read from the packed weights, serves the next step. Weights then reach far above 1, which
+  /// float16 does not. Where products are long the exponentials have time enough.
+  static constexpr bool kLagged = kDim <= 128 && !kGeneral && std::is_same_v<T, __nv_bfloat16>;
+  /// The first rows of a tile may see whole tiles of keys less than the last: each warpgroup passes
+  /// over those that none of its rows sees.
+  static constexpr bool kTall = kRows - 64 >= kKeys && !kGeneral;
   /// ptxas moves the exponentials behind the wait for the running product unless something with a
   /// side effect hangs on them. How many rows of a thread it pays to keep in front, as measured.
   static constexpr int kAnchoredRows = kDim > 128                                    ? 2

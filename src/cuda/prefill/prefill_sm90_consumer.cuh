@@ -57,13 +57,18 @@ class Consumer {
           if (!begun) begin(weights, rows, work);
           walk(out, weights, rows, work);
           leave_queries();
+          bool ended = false;
           if constexpr (Config::kQueryPlaces > 1) {
             shared_.work_full[next_place.index()].wait(next_place.parity());
             const WorkTile& next = shared_.work[next_place.index()];
             next_begun = next.has_keys();
-            if (next_begun) change_tile(out, weights, next_rows, next);
+            ended = next_begun && end_of_keys(next) == next.end;
+            if (ended) change_tile(out, weights, next_rows, next);
           }
-          if (!next_begun) end(out, weights, rows);
+          if (!ended) end(out, weights, rows);
+          if (!ended && next_begun)
+            begin(weights, next_rows,
+                  shared_.work[next_place.index()]);  // others wait for its turns
         } else {
           shared_.q_full[query_.index()].wait(query_.parity());
           leave_queries();
@@ -171,22 +176,50 @@ class Consumer {
                  : "memory");
   }
 
+  /// What the warpgroup's own rows see of the tiles of keys.
+  __device__ __forceinline__ int end_of_keys(const WorkTile& work) const {
+    return Config::kTall ? work.end_of_rows<Config>(index_ * kWgmmaRows) : work.end;
+  }
+  __device__ __forceinline__ int full_end(const WorkTile& work) const {
+    return Config::kTall ? work.full_end_of_rows<Config>(index_ * kWgmmaRows) : work.full_end;
+  }
+
   /// Weights of the first tile of keys of `work`, whose scores have been made.
   __device__ __forceinline__ void make_first_weights(float (&scores)[kScores], RowPair& rows,
                                                      const WorkTile& work) const {
     if (Config::kGeneral) transform_scores(scores, params_);
-    mask(scores, work, work.end - 1);
+    mask(scores, work, end_of_keys(work) - 1);
     make_weights<true>(scores, rows, params_.scores.log2_scale);
     rows.rescale[0] = rows.rescale[1] = 1.0f;  // there is no output yet
   }
 
-  /// The first tile of keys, with nothing to overlap it.
+  /// Leaves the current tile of keys to the other warpgroups.
+  __device__ __forceinline__ void skip_keys() {
+    shared_.k_full[stage_.index()].wait(stage_.parity());
+    release(shared_.k_empty[stage_.index()]);
+    shared_.v_full[stage_.index()].wait(stage_.parity());
+    release(shared_.v_empty[stage_.index()]);
+    stage_.advance();
+  }
+
+  /// The first tile of keys, with nothing to overlap it, and those before it that the rows do not
+  /// see. Turns go on meanwhile, one for each tile.
   __device__ __forceinline__ void begin(std::uint32_t (&weights)[kScores / 2], RowPair& rows,
                                         const WorkTile& work) {
+    if constexpr (Config::kTall) {
+#pragma unroll 1
+      for (int unseen = work.end - end_of_keys(work); unseen > 0; --unseen) {
+        take_turn();
+        pass_turn();
+        skip_keys();
+      }
+    }
     float scores[kScores];
     shared_.q_full[query_.index()].wait(query_.parity());
     shared_.k_full[stage_.index()].wait(stage_.parity());
+    take_turn();
     issue_scores(scores);
+    pass_turn();
     wgmma_wait<0>();
     release(shared_.k_empty[stage_.index()]);
     make_first_weights(scores, rows, work);
@@ -255,6 +288,8 @@ class Consumer {
     release(shared_.v_empty[last.index()]);
     pack(weights, scores);
     if (!Config::kLateRescale && rows.must_rescale()) scale_output(out, rows.rescale);
+    if constexpr (Config::kLagged && !kMasked)
+      raise_maximum(rows, weights, params_.scores.log2_scale);
   }
 
   /// All tiles of keys behind the first.
@@ -263,8 +298,8 @@ class Consumer {
                                        const WorkTile& work) {
     const int begin = work.begin;
     const int full_begin = work.full_begin;
-    const int full_end = work.full_end;
-    int tile = work.end - 2;
+    const int full_end = this->full_end(work);
+    int tile = end_of_keys(work) - 2;
 #pragma unroll 1
     for (; tile >= full_end; --tile) step<true>(out, weights, rows, work, tile);
     if (tile >= full_begin) {

@@ -79,7 +79,7 @@ struct RingPlace {
 
 // Numbered barriers of a block; 0 is __syncthreads().
 constexpr int kFirstTurnBarrier = 1;
-constexpr int kFirstOutputBarrier = 4;
+constexpr int kFirstOutputBarrier = 5;
 
 // Of a consumer. Unsigned, so that the compiler need not think of negative threads.
 __device__ __forceinline__ int consumer_lane() { return static_cast<int>(threadIdx.x % 32u); }

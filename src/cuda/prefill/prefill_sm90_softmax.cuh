@@ -13,9 +13,11 @@
 
 namespace tiledattn::cuda {
 
-/// Weights that refer to an older maximum may reach 2^this: products with values of up to 2^60 and
+/// Weights that refer to an older maximum may reach 2^60: products with values of up to 2^60 and
 /// sums of them stay far within float32.
-constexpr float kLargestWeight = 60.0f;
+constexpr float kLargestWeight = 0x1p60f;
+/// Up to here the reference stays: 2^kStaleMaximum.
+constexpr float kStaleWeight = 256.0f;
 
 /// What is known of a thread's two rows.
 struct RowPair {
@@ -84,17 +86,13 @@ __device__ __forceinline__ float largest_of_row(float top) {
   return fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
 }
 
-/// Scores -> weights that refer to the maximum of the steps before. rows.huge says for which rows
-/// there was none yet, or one that was too small.
+/// Scores -> weights that refer to the maximum of the steps before, whatever these scores are.
 template <int kCount>
 __device__ __forceinline__ void make_lagged_weights(float (&scores)[kCount], RowPair& rows,
                                                     float log2_scale) {
-  float top[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) top[r] = largest(scores, r, rows.m[r]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float shift = rows.m[r] * log2_scale;
+    const float shift = __fmul_rn(rows.m[r], log2_scale);
     rows.rescale[r] = rows.owed[r];
     float sum = rows.l[r] * rows.owed[r];
 #pragma unroll
@@ -107,14 +105,50 @@ __device__ __forceinline__ void make_lagged_weights(float (&scores)[kCount], Row
     }
     rows.l[r] = sum;
   }
+}
+
+/// The largest weight of each row, of all its four threads, as packed pairs of bfloat16 hold them.
+/// They are not negative, so their bits compare as integers do, two at a time; NaN is the largest.
+template <int kCount>
+__device__ __forceinline__ void largest_weights(float (&largest)[2],
+                                                const std::uint32_t (&weights)[kCount]) {
+  std::uint32_t top[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float row_top = largest_of_row(top[r]);
-    const float rise = (row_top - rows.m[r]) * log2_scale;  // infinite for a first maximum
-    rows.huge[r] |= !(rise <= kLargestWeight);
-    const bool keep = rise <= kStaleMaximum;
-    rows.owed[r] = keep ? 1.0f : exp2_fast(-rise);
-    rows.m[r] = keep ? rows.m[r] : row_top;
+    top[r] = weights[r];
+#pragma unroll
+    for (int j = 2 + r; j < kCount; j += 4)
+      top[r] = __vimax3_s16x2(top[r], weights[j], weights[j + 2 < kCount ? j + 2 : j]);
+  }
+  // One row in each half.
+  std::uint32_t both =
+      __vmaxs2(__byte_perm(top[0], top[1], 0x5410), __byte_perm(top[0], top[1], 0x7632));
+  both = __vmaxs2(both, __shfl_xor_sync(kAllLanes, both, 1));
+  both = __vmaxs2(both, __shfl_xor_sync(kAllLanes, both, 2));
+  largest[0] = __uint_as_float(both << 16);
+  largest[1] = __uint_as_float(both & 0xffff0000u);
+}
+
+/// What the weights of a lagged step tell of its maximum, for the next. rows.huge says for which
+/// rows the one before was too small.
+template <int kCount>
+__device__ __forceinline__ void raise_maximum(RowPair& rows, const std::uint32_t (&weights)[kCount],
+                                              float log2_scale) {
+  float largest[2];
+  largest_weights(largest, weights);
+  rows.owed[0] = rows.owed[1] = 1.0f;
+  bool keep[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) keep[r] = largest[r] <= kStaleWeight;
+  if (__all_sync(kAllLanes, keep[0] && keep[1])) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.huge[r] |= !(largest[r] <= kLargestWeight);
+    const float m = rows.m[r] + __fdividef(__log2f(largest[r]), log2_scale);
+    // Of the shifts as the steps round them, so that both refer to exactly the same.
+    const float rise = __fsub_rn(__fmul_rn(rows.m[r], log2_scale), __fmul_rn(m, log2_scale));
+    rows.owed[r] = keep[r] ? 1.0f : exp2_fast(rise);
+    rows.m[r] = keep[r] ? rows.m[r] : m;
   }
 }
 

@@ -43,6 +43,18 @@ struct WorkTile {
   __device__ bool none() const { return head == kNone; }
   __device__ bool pause() const { return head == kPause; }
   __device__ bool has_keys() const { return begin < end; }
+  /// Rows row .. row + 63 of the tile alone: `end` and `full_end` as they would be for them. One
+  /// tile of keys at least is theirs.
+  template <typename Config>
+  __device__ std::int32_t end_of_rows(std::int32_t row) const {
+    const std::int32_t rows = min(64, num_rows - row);
+    const std::int32_t end_seen = rows > 0 ? min(num_keys, see_end + row + rows - 1) : 0;
+    return max(begin + 1, (end_seen + Config::kKeys - 1) / Config::kKeys);
+  }
+  template <typename Config>
+  __device__ std::int32_t full_end_of_rows(std::int32_t row) const {
+    return again ? full_end : max(begin, min(num_keys, see_end + row - 1) / Config::kKeys);
+  }
   __device__ void repeat() {
     full_begin = full_end = begin;
     again = true;

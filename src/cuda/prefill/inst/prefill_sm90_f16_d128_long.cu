@@ -3,7 +3,7 @@
 
 namespace tiledattn::cuda {
 
-template void launch_prefill_sm90<PrefillSm90D128Wide<__half>>(const PrefillSm90Params&,
+template void launch_prefill_sm90<PrefillSm90D128Long<__half>>(const PrefillSm90Params&,
                                                                std::int64_t, cudaStream_t);
 
 }  // namespace tiledattn::cuda
