@@ -53,13 +53,13 @@ set(tiledattn_cuda_sources
     src/cuda/backend_cuda.cpp
     src/cuda/capability.cpp
     src/cuda/capture.cpp
+    src/cuda/common/combine_segments.cu
     src/cuda/common/score_form.cpp
     src/cuda/common/shared_limit.cpp
     src/cuda/common/tensor_map.cpp
     src/cuda/copy/copy_methods.cpp
     src/cuda/copy/copy_pieces.cu
     src/cuda/cuda_copy_queue.cpp
-    src/cuda/decode/decode_combine.cu
     src/cuda/decode/decode_sm90.cpp
     src/cuda/decode/inst/decode_plain_bf16.cu
     src/cuda/decode/inst/decode_plain_f16.cu

@@ -101,6 +101,30 @@ def test_long_sequences(shape, causal, head_dim, dtype, gpu):
     _check(gpu, _flash(shape, head_dim, cases.Score(causal=causal)), dtype)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "score",
+    [cases.Score(), CAUSAL, cases.Score(True, (6000, None), 20.0, True), cases.Score(softmax_scale=-0.1)],
+    ids=["full", "causal", "window_softcap_sinks", "negative_scale"],
+)
+@pytest.mark.parametrize("q_len", [20, 300])
+def test_few_queries_over_many_keys(q_len, score, head_dim, gpu):
+    """Keys cut into segments: results, and bits that neither the batch nor its place in it change."""
+    qkv, score = _flash((3, 2, 1, q_len, 9001), head_dim, score, spread=2.0).make("bfloat16")
+    got = calls.run_flash(gpu, qkv, score)
+    compare.result_close(got, reference.flash(*qkv, **score), "bfloat16")
+    alone = calls.run_flash(gpu, [x[1:2] for x in qkv], score)
+    compare.same_bits(alone, tuple(x[1:2] for x in got))
+
+
+def test_huge_scores_in_one_segment(gpu):
+    (q, k, v), _ = _flash((1, 2, 2, 100, 9000), 64).make("bfloat16")
+    k[:, 5000] = 1e15
+    compare.result_close(calls.run_flash(gpu, (q, k, v)), reference.flash(q, k, v), "bfloat16")
+    k[:, 4090:4200], v[:, 8000:] = np.nan, np.nan  # the end of a segment and all of another's values
+    compare.result_close(calls.run_flash(gpu, (q, k, v)), reference.flash(q, k, v), "bfloat16")
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("rise", [3.0, 20.0, 100.0, 1e4])

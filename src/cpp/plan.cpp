@@ -39,8 +39,31 @@ std::int64_t segment_limit(std::int64_t rows, std::int64_t head_dim_v) {
 
 /// The most segments of any sequence with up to `max_keys` keys: a longer one may have fewer,
 /// larger segments.
-std::int64_t most_segments(std::int64_t max_keys, std::int64_t limit) {
-  return std::clamp<std::int64_t>((max_keys + kSegmentKeys - 1) / kSegmentKeys, 1, limit);
+std::int64_t most_segments(std::int64_t max_keys, SegmentCut cut) {
+  return std::clamp<std::int64_t>((max_keys + cut.unit - 1) / cut.unit, 1, cut.limit);
+}
+
+/// Segments of each sequence, and the scratch that their results take.
+void cut_segments(const AttentionProblem& p, SegmentCut cut, Plan& plan) {
+  plan.cut = cut;
+  plan.max_segments = most_segments(max_visible_keys(p), cut);
+  // One segment needs no partial results: its result is the sequence's.
+  if (plan.max_segments > 1)
+    plan.sequence_bytes =
+        p.q_len * p.num_q_heads * plan.max_segments * partial_row_bytes(p.head_dim_v);
+}
+
+/// Prefill of few rows: tiles of rows that leave most of a GPU idle, so their keys are cut as well.
+/// By what each sequence has, never by how many there are.
+void cut_prefill(const AttentionProblem& p, Plan& plan) {
+  if (p.q_len > kMaxSplitPrefillTokens) return;
+  constexpr std::int64_t kTileRows = 128;
+  constexpr std::int64_t kFewTiles = 64;
+  constexpr std::int64_t kEnoughTiles = 128;
+  const std::int64_t tiles = (p.q_len + kTileRows - 1) / kTileRows * p.num_q_heads;
+  if (tiles > kFewTiles) return;
+  const std::int64_t limit = segment_limit(p.q_len * p.num_q_heads, p.head_dim_v);
+  cut_segments(p, {std::min(limit, kEnoughTiles / tiles), kPrefillSegmentUnit}, plan);
 }
 
 /// For the kernels that multiply by its inverse.
@@ -258,17 +281,13 @@ Plan make_plan(const AttentionProblem& p, Device device, std::int64_t workspace_
     plan.kernel = device.is_cpu() ? Kernel::cpu_decode
                   : portable      ? Kernel::cuda_decode_portable
                                   : Kernel::cuda_decode_plain;
-    const std::int64_t rows = p.q_len * p.num_q_heads;
-    plan.segment_limit = segment_limit(rows, p.head_dim_v);
-    plan.max_segments = most_segments(max_visible_keys(p), plan.segment_limit);
-    // One segment needs no partial results: its result is the sequence's.
-    if (plan.max_segments > 1)
-      plan.sequence_bytes = rows * plan.max_segments * partial_row_bytes(p.head_dim_v);
+    cut_segments(p, {segment_limit(p.q_len * p.num_q_heads, p.head_dim_v), kSegmentKeys}, plan);
   } else {
     plan.kernel = device.is_cpu()                                    ? Kernel::cpu_prefill
                   : compute_capability == 90 && fits_prefill_sm90(p) ? Kernel::cuda_prefill_sm90
                   : portable                                         ? Kernel::cuda_prefill_portable
                                                                      : Kernel::cuda_prefill_plain;
+    if (plan.kernel == Kernel::cuda_prefill_sm90 && !p.packed_q()) cut_prefill(p, plan);
   }
   const std::int64_t fit = (workspace_bytes - kFlagAlignment) / (plan.sequence_bytes + kFlagBytes);
   if (fit < 1) {
@@ -294,7 +313,7 @@ std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
   // A call with fewer query tokens may be cut into more segments, but never needs more than the
   // limit or this call's rows.
   const std::int64_t row_bytes = q_len * num_q_heads * partial_row_bytes(head_dim_v);
-  const std::int64_t segments = most_segments(max_keys, kMaxSegments);
+  const std::int64_t segments = most_segments(max_keys, {kMaxSegments, kSegmentKeys});
   std::int64_t sequence_bytes = 0;
   if (segments > 1)
     sequence_bytes = std::min(row_bytes * segments, std::max(kMaxSequenceScratch, row_bytes));

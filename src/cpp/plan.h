@@ -30,17 +30,26 @@ const char* to_string(Kernel kernel);
 /// Up to this many query tokens of each sequence, a call is decode: few rows, keys cut into
 /// segments. More: prefill: many rows, each of which walks all its keys.
 constexpr std::int64_t kMaxDecodeTokens = 16;
-/// Keys of the shortest segment, and the unit that longer ones are rounded to.
+/// Keys of the shortest segment of decode, and the unit that longer ones are rounded to.
 constexpr std::int64_t kSegmentKeys = 256;
+/// Prefill on a GPU of up to this many query tokens is cut too, but a tile of rows needs more keys
+/// to be worth a result of its own.
+constexpr std::int64_t kMaxSplitPrefillTokens = 1024;
+constexpr std::int64_t kPrefillSegmentUnit = 4096;
 constexpr std::int64_t kMaxSegments = 64;
 /// The partial results of one sequence stay below this.
 constexpr std::int64_t kMaxSequenceScratch = std::int64_t{16} << 20;
 
+/// How the keys of each sequence are cut.
+struct SegmentCut {
+  std::int64_t limit = 1;            ///< segments allowed by the rows of a sequence
+  std::int64_t unit = kSegmentKeys;  ///< but for the last, segments are multiples of it
+};
+
 struct Plan {
   Kernel kernel = Kernel::cpu_decode;
-  std::int64_t max_segments = 1;  ///< of any sequence of the call (decode)
-  std::int64_t segment_limit =
-      1;  ///< segments allowed by the rows of a sequence: segment_keys needs it
+  std::int64_t max_segments = 1;  ///< of any sequence of the call
+  SegmentCut cut;
   std::int64_t sequence_bytes = 0;   ///< scratch of one sequence
   std::int64_t seqs_per_launch = 0;  ///< sequences whose scratch fits the workspace
 
@@ -92,23 +101,27 @@ TILEDATTN_HOST_DEVICE std::int64_t partial_row_bytes(std::int64_t head_dim_v) {
 }
 
 /// Keys in each segment of a sequence that has `num_keys` visible keys.
-TILEDATTN_HOST_DEVICE std::int64_t segment_keys(std::int64_t num_keys, std::int64_t segment_limit) {
-  const std::int64_t share = (num_keys + segment_limit - 1) / segment_limit;
-  const std::int64_t rounded = (share + kSegmentKeys - 1) / kSegmentKeys * kSegmentKeys;
-  return rounded < kSegmentKeys ? kSegmentKeys : rounded;
+template <typename Int>
+TILEDATTN_HOST_DEVICE Int segment_keys(Int num_keys, SegmentCut cut) {
+  const Int unit = static_cast<Int>(cut.unit);
+  const Int limit = static_cast<Int>(cut.limit);
+  const Int share = (num_keys + limit - 1) / limit;
+  const Int rounded = (share + unit - 1) / unit * unit;
+  return rounded < unit ? unit : rounded;
 }
 
 /// Segments of a sequence that has `num_keys` visible keys; 0 when it has none.
-TILEDATTN_HOST_DEVICE std::int64_t num_segments(std::int64_t num_keys, std::int64_t segment_limit) {
+template <typename Int>
+TILEDATTN_HOST_DEVICE Int num_segments(Int num_keys, SegmentCut cut) {
   if (num_keys <= 0) return 0;
-  const std::int64_t keys = segment_keys(num_keys, segment_limit);
+  const Int keys = segment_keys(num_keys, cut);
   return (num_keys + keys - 1) / keys;
 }
 
 /// Segment `index` of the sequence's visible keys (of all its query tokens).
 TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64_t index,
-                                             std::int64_t segment_limit) {
-  const std::int64_t keys = segment_keys(visible.end - visible.begin, segment_limit);
+                                             SegmentCut cut) {
+  const std::int64_t keys = segment_keys(visible.end - visible.begin, cut);
   const std::int64_t begin = visible.begin + index * keys;
   return {begin, detail::min64(begin + keys, visible.end)};
 }

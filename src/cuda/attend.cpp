@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/attend_params.h"
+#include "common/combine_segments.h"
 #include "decode/decode.h"
 #include "decode/decode_sm90.h"
 #include "portable/portable.h"
@@ -57,19 +58,18 @@ void launch_group(const AttendParams& params, Kernel kernel, std::int32_t* count
   if (params.flags != nullptr) validate(params, stream);
   if (p.packed_q()) fill_rows_after_last_sequence(p, stream);
   if (params.num_seqs == 0 || p.total_q == 0) return;
-  if (kernel == Kernel::cuda_prefill_sm90) return launch_prefill_sm90(params, counters, stream);
-  if (kernel == Kernel::cuda_prefill_portable) return launch_portable(params, stream);
-  if (kernel == Kernel::cuda_decode_portable) {
+  if (kernel == Kernel::cuda_prefill_sm90) {
+    launch_prefill_sm90(params, counters, stream);
+  } else if (kernel == Kernel::cuda_prefill_portable || kernel == Kernel::cuda_decode_portable) {
     launch_portable(params, stream);
-    if (params.split()) launch_decode_combine(params, stream);
-    return;
+  } else {
+    with_element_type(p.kv_dtype, [&](auto* element) {
+      using T = std::remove_pointer_t<decltype(element)>;
+      if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
+      launch_decode_plain<T>(params, stream);
+    });
   }
-  with_element_type(p.kv_dtype, [&](auto* element) {
-    using T = std::remove_pointer_t<decltype(element)>;
-    if (kernel == Kernel::cuda_prefill_plain) return launch_prefill_plain<T>(params, stream);
-    launch_decode_plain<T>(params, stream);
-    if (params.split()) launch_decode_combine(params, stream);
-  });
+  if (params.split()) launch_combine_segments(params, stream);
 }
 
 }  // namespace
@@ -96,8 +96,9 @@ void attend(const AttentionProblem& problem, const Plan& plan, void* scratch, cu
   params.vector_v = vector_rows(problem.v, problem.head_dim_v, problem.kv_dtype);
   if (needs_validation(problem)) params.flags = static_cast<std::int32_t*>(scratch);
   params.max_segments = plan.max_segments;
-  params.segment_limit = plan.segment_limit;
-  if (decode && plan.max_segments > 1) {
+  params.cut = plan.cut;
+  params.one_is_final = plan.kernel == Kernel::cuda_prefill_sm90;
+  if (plan.max_segments > 1) {
     params.partials = reinterpret_cast<float*>(static_cast<char*>(scratch) + flags_bytes(group));
     params.partial_seq_stride = plan.sequence_bytes / 4;
   }

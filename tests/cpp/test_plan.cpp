@@ -48,43 +48,44 @@ constexpr std::int64_t kBytes = Workspace::kDefaultBytes;
 }  // namespace
 
 TEST(segments_cover_all_keys_in_order) {
-  for (const std::int64_t limit : {1, 2, 3, 63, 64}) {
+  for (const SegmentCut cut : {SegmentCut{1}, {2}, {3}, {63}, {64}, {5, kPrefillSegmentUnit}}) {
     for (const std::int64_t num_keys :
          {1, 255, 256, 257, 1000, 4096, 16384, 16385, 70001, 1 << 24}) {
       const KeyRange visible{17, 17 + num_keys};
-      const std::int64_t count = num_segments(num_keys, limit);
-      CHECK(count >= 1 && count <= limit);
+      const std::int64_t count = num_segments(num_keys, cut);
+      CHECK(count >= 1 && count <= cut.limit);
       std::int64_t next = visible.begin;
       for (std::int64_t i = 0; i < count; ++i) {
-        const KeyRange range = segment_range(visible, i, limit);
+        const KeyRange range = segment_range(visible, i, cut);
         CHECK(range.begin == next);
         CHECK(!range.empty());
-        CHECK(range.end - range.begin <= segment_keys(num_keys, limit));
+        CHECK(range.end - range.begin <= segment_keys(num_keys, cut));
         next = range.end;
       }
       CHECK(next == visible.end);
     }
-    CHECK(num_segments(0, limit) == 0);
-    CHECK(num_segments(-4, limit) == 0);
+    CHECK(num_segments(std::int64_t{0}, cut) == 0);
+    CHECK(num_segments(std::int64_t{-4}, cut) == 0);
   }
 }
 
 TEST(short_segments_are_never_made) {
-  CHECK(segment_keys(1, kMaxSegments) == kSegmentKeys);
-  CHECK(segment_keys(kSegmentKeys + 1, kMaxSegments) == kSegmentKeys);
-  CHECK(num_segments(kSegmentKeys, kMaxSegments) == 1);
-  CHECK(num_segments(kSegmentKeys + 1, kMaxSegments) == 2);
-  CHECK(num_segments(kSegmentKeys * kMaxSegments + 1, kMaxSegments) <= kMaxSegments);
+  const SegmentCut most{kMaxSegments};
+  CHECK(segment_keys(std::int64_t{1}, most) == kSegmentKeys);
+  CHECK(segment_keys(kSegmentKeys + 1, most) == kSegmentKeys);
+  CHECK(num_segments(kSegmentKeys, most) == 1);
+  CHECK(num_segments(kSegmentKeys + 1, most) == 2);
+  CHECK(num_segments(kSegmentKeys * kMaxSegments + 1, most) <= kMaxSegments);
 }
 
 TEST(the_cut_depends_on_the_sequence_alone) {
-  // What a sequence is cut into is num_segments(its keys, segment_limit): neither the batch, nor
+  // What a sequence is cut into is num_segments(its keys, cut): neither the batch, nor
   // the table's width, nor the workspace may move the limit.
-  const std::int64_t limit = make_plan(paged(1, 1, 300), {}, kBytes).segment_limit;
+  const std::int64_t limit = make_plan(paged(1, 1, 300), {}, kBytes).cut.limit;
   for (const std::int64_t num_seqs : {1, 2, 64, 1000}) {
     for (const std::int64_t num_keys : {16, 5000, 1 << 22}) {
       for (const std::int64_t bytes : {kBytes, 8 * kBytes}) {
-        CHECK(make_plan(paged(num_seqs, 1, num_keys), {}, bytes).segment_limit == limit);
+        CHECK(make_plan(paged(num_seqs, 1, num_keys), {}, bytes).cut.limit == limit);
       }
     }
   }
@@ -95,7 +96,7 @@ TEST(max_segments_bounds_every_sequence) {
     for (const std::int64_t width : {16, 256, 272, 4096, 40000, 1 << 20}) {
       const Plan plan = make_plan(paged(3, q_len, width), {}, 16 * kBytes);
       for (std::int64_t num_keys = 0; num_keys <= width; num_keys += 1 + width / 50) {
-        CHECK(num_segments(num_keys, plan.segment_limit) <= plan.max_segments);
+        CHECK(num_segments(num_keys, plan.cut) <= plan.max_segments);
       }
       CHECK(plan.max_segments <= kMaxSegments);
       CHECK(plan.sequence_bytes <= std::max(kMaxSequenceScratch, q_len * 32 * 130 * 4));
@@ -393,4 +394,28 @@ TEST(hopper_prefill_ignores_strides_that_are_never_used) {
   p.out.dtype = DType::float32;
   p.out.token_stride = 4097;
   CHECK(kernel_on(90, p) == Kernel::cuda_prefill_sm90);
+}
+
+TEST(prefill_of_few_rows_is_cut_by_what_each_sequence_has) {
+  const auto plan_of = [](std::int64_t batch, std::int64_t tokens, std::int64_t num_keys,
+                          std::int64_t heads) {
+    AttentionProblem p = dense(batch, tokens, 128);
+    p.num_q_heads = p.num_kv_heads = heads;
+    p.dense_kv_len = num_keys;
+    return make_plan(p, kGpu, kBytes, 90);
+  };
+  const Plan few = plan_of(1, 100, 100'000, 16);
+  CHECK(few.kernel == Kernel::cuda_prefill_sm90);
+  CHECK(few.cut.limit == 8 && few.max_segments == 8);
+  CHECK(few.sequence_bytes == 100 * 16 * 8 * partial_row_bytes(128));
+  for (const std::int64_t batch : {2, 64, 1000}) {
+    CHECK(plan_of(batch, 100, 100'000, 16).cut.limit == 8);
+    CHECK(plan_of(batch, 100, 5000, 16).cut.limit == 8);
+  }
+  CHECK(plan_of(1, 100, kPrefillSegmentUnit, 16).max_segments == 1);
+  CHECK(plan_of(1, 100, kPrefillSegmentUnit + 1, 16).max_segments == 2);
+  CHECK(plan_of(1, 100, 100'000, 65).max_segments == 1);  // tiles enough
+  CHECK(plan_of(1, kMaxSplitPrefillTokens + 1, 100'000, 1).max_segments == 1);
+  CHECK(plan_of(1, kMaxSplitPrefillTokens, 100'000, 1).max_segments > 1);
+  CHECK(plan_of(1, 100, 4000, 16).sequence_bytes == 0);
 }

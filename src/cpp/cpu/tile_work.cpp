@@ -78,13 +78,13 @@ KeyRange TileWork::sequence_keys(const Sequence& s) const {
 std::int64_t TileWork::segments_of(const Sequence& s) const {
   const KeyRange keys = sequence_keys(s);
   const std::int64_t num_keys = keys.end - keys.begin;
-  if (plan_.kernel == Kernel::cpu_decode) return num_segments(num_keys, plan_.segment_limit);
+  if (plan_.kernel == Kernel::cpu_decode) return num_segments(num_keys, plan_.cut);
   return std::max<std::int64_t>(num_keys + kPrefillSegmentKeys - 1, 0) / kPrefillSegmentKeys;
 }
 
 KeyRange TileWork::segment_of(const Sequence& s, std::int64_t index) const {
   const KeyRange keys = sequence_keys(s);
-  if (plan_.kernel == Kernel::cpu_decode) return segment_range(keys, index, plan_.segment_limit);
+  if (plan_.kernel == Kernel::cpu_decode) return segment_range(keys, index, plan_.cut);
   const std::int64_t begin = keys.begin + index * kPrefillSegmentKeys;
   return {begin, std::min(begin + kPrefillSegmentKeys, keys.end)};
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "plan.h"
 #include "problem.h"
 
 namespace tiledattn::cuda {
@@ -23,10 +24,12 @@ struct AttendParams {
   bool vector_k = false;
   bool vector_v = false;
 
-  // Decode: keys cut into segments. Partial row (segment, token, head) of a sequence is m, l,
+  // Where keys are cut into segments. Partial row (segment, token, head) of a sequence is m, l,
   // o[head_dim_v].
   std::int64_t max_segments = 1;
-  std::int64_t segment_limit = 1;
+  SegmentCut cut;
+  /// A sequence of one segment has no partial result: the kernel has made its rows' results.
+  bool one_is_final = false;
   float* partials = nullptr;  ///< null: no sequence of the call has more than one segment
   std::int64_t partial_seq_stride = 0;
 

@@ -13,8 +13,4 @@ namespace tiledattn::cuda {
 template <typename T>
 void launch_decode_plain(const AttendParams& params, cudaStream_t stream);
 
-/// Folds the partial results of each row in the order of keys and finishes the row. For
-/// params.split() only.
-void launch_decode_combine(const AttendParams& params, cudaStream_t stream);
-
 }  // namespace tiledattn::cuda

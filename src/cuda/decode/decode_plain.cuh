@@ -25,8 +25,8 @@ __device__ RowTile decode_tile(const AttendParams& params, std::int64_t b, std::
   const AttentionProblem& p = params.problem;
   const Sequence s = sequence_at(p, b);
   const KeyRange visible = visible_keys(p, s, 0, s.q_len - 1);
-  const bool exists = segment < num_segments(visible.end - visible.begin, params.segment_limit);
-  const KeyRange keys = exists ? segment_range(visible, segment, params.segment_limit) : KeyRange{};
+  const bool exists = segment < num_segments(visible.end - visible.begin, params.cut);
+  const KeyRange keys = exists ? segment_range(visible, segment, params.cut) : KeyRange{};
   RowTile tile = make_row_tile(p, s, kv_head, row_tile * Config::kRows, Config::kRows, keys);
   if (!exists && params.split()) tile.num_rows = 0;
   return tile;

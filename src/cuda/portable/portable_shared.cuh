@@ -88,12 +88,11 @@ __device__ PortableTile find_tile(const PortableParams& params) {
   tile.num_rows = rows < Config::kRows ? rows : Config::kRows;
   KeyRange segment = visible_keys(p, s, 0, s.q_len - 1);
   if (params.num_segments.value > 1) {
-    const std::int64_t limit = call.segment_limit;
-    if (tile.segment >= num_segments(segment.end - segment.begin, limit)) {
+    if (tile.segment >= num_segments(segment.end - segment.begin, call.cut)) {
       tile.num_rows = 0;
       return tile;
     }
-    segment = segment_range(segment, tile.segment, limit);
+    segment = segment_range(segment, tile.segment, call.cut);
   }
   const KeyRange seen = visible_keys(p, s, group.divide(tile.first_row),
                                      group.divide(tile.first_row + tile.num_rows - 1));

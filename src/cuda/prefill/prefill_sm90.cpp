@@ -80,7 +80,9 @@ void launch_config(PrefillSm90Params& params, cudaStream_t stream) {
   const std::int64_t key_seqs = paged ? p.num_blocks : seqs;
   const DType dtype = p.q.dtype;
   int key_box = Config::kKeys;
-  params.clears_values = packed || paged;
+  if (params.attend.split() && !Config::kSplits)
+    throw Error("plan: the instance for long sequences takes no segments");
+  params.clears_values = packed || paged || params.attend.split();
   if (paged) {
     key_box = std::gcd(Config::kKeys, static_cast<int>(p.block_size));
     params.page_rows = key_box;
@@ -109,7 +111,7 @@ void launch_config(PrefillSm90Params& params, cudaStream_t stream) {
   } else {
     const std::int64_t num_heads = params.attend.num_seqs * p.num_q_heads;
     const std::int64_t tiles_per_head = (q_rows + Config::kRows - 1) / Config::kRows;
-    tiles = tiles_per_head * num_heads;
+    tiles = tiles_per_head * params.attend.max_segments * num_heads;
     params.num_tiles = static_cast<std::int32_t>(tiles);
     params.tiles_per_head = static_cast<std::int32_t>(tiles_per_head);
     params.section_heads = section_heads(p, num_heads);

@@ -58,6 +58,8 @@ struct PrefillSm90Config {
   /// own, read from the packed weights, serves the next step. Weights then reach far above 1, which
   /// float16 does not. Where products are long the exponentials have time enough.
   static constexpr bool kLagged = kDim <= 128 && !kGeneral && std::is_same_v<T, __nv_bfloat16>;
+  /// May work on a segment of the keys. Instances for long sequences never have to.
+  static constexpr bool kSplits = kConsumers != 3;
   /// The first rows of a tile may see whole tiles of keys less than the last: each warpgroup passes
   /// over those that none of its rows sees.
   static constexpr bool kTall = kRows - 64 >= kKeys && !kGeneral;
@@ -89,8 +91,8 @@ struct PrefillSm90Params {
 
   // Tiles of rows. Packed q: the device knows how many there are.
   std::int32_t num_tiles = 0;
-  std::int32_t tiles_per_head = 0;
-  std::int32_t section_heads = 0;  ///< heads whose tiles go together
+  std::int32_t tiles_per_head = 0;  ///< for each segment of keys
+  std::int32_t section_heads = 0;   ///< heads whose tiles go together
 
   std::int32_t window_left = 0;
   std::int32_t window_right = 0;  ///< 0 where causal

@@ -31,13 +31,13 @@ class OutputRows {
   /// Sums, lse, and the output on its way.
   __device__ __forceinline__ void write(float (&out)[kOutputs], const RowPair& rows,
                                         const WorkTile& work, int rows_left) {
+    if (Config::kSplits && work.segment != WorkTile::kWhole)
+      return store_partial(out, rows, work, rows_left);
     const AttentionProblem& p = params_.attend.problem;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = rows.l[r] * rows.owed[r];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const float sum = sum_of_row(rows, r);
       const RowResult result(rows.m[r] * params_.scores.natural_scale, sum,
                              p.sinks == nullptr ? nullptr : p.sinks + work.head);
       factor[r] = result.sum == 0.0f ? 0.0f : rows.owed[r] * __fdividef(result.scale, result.sum);
@@ -61,23 +61,51 @@ class OutputRows {
   }
 
  private:
+  __device__ __forceinline__ static float sum_of_row(const RowPair& rows, int r) {
+    float sum = rows.l[r] * rows.owed[r];
+    sum += __shfl_xor_sync(kAllLanes, sum, 1);
+    return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+  }
+
   /// Straight from the registers.
   __device__ __forceinline__ void store_floats(const float (&out)[kOutputs], const WorkTile& work,
                                                int rows_left) const {
     const AttentionProblem& p = params_.attend.problem;
-    const int head_dim_v = static_cast<int>(p.head_dim_v);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (rows_left <= 8 * r) continue;
-      float* const to = static_cast<float*>(p.out.data) +
-                        p.out.row_offset(work.batch, work.q_row + row_ + 8 * r, work.head);
+      store_row(out, r,
+                static_cast<float*>(p.out.data) +
+                    p.out.row_offset(work.batch, work.q_row + row_ + 8 * r, work.head));
+    }
+  }
+  __device__ __forceinline__ void store_row(const float (&out)[kOutputs], int r, float* to) const {
+    const int head_dim_v = static_cast<int>(params_.attend.problem.head_dim_v);
 #pragma unroll
-      for (int j = 0; j < kOutputs / 4; ++j) {
-        const int column = 8 * j + consumer_lane() % 4 * 2;  // head_dim_v is even
-        if (column >= head_dim_v) continue;
-        to[column] = out[4 * j + 2 * r];
-        to[column + 1] = out[4 * j + 2 * r + 1];
+    for (int j = 0; j < kOutputs / 4; ++j) {
+      const int column = 8 * j + consumer_lane() % 4 * 2;  // head_dim_v is even
+      if (column >= head_dim_v) continue;
+      to[column] = out[4 * j + 2 * r];
+      to[column + 1] = out[4 * j + 2 * r + 1];
+    }
+  }
+
+  /// What combine_segments takes: m, l and o of a segment. It is empty for a row that sees nothing
+  /// of it.
+  __device__ __forceinline__ void store_partial(float (&out)[kOutputs], const RowPair& rows,
+                                                const WorkTile& work, int rows_left) const {
+    if (Config::kLagged) scale_output(out, rows.owed);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = sum_of_row(rows, r);
+      if (rows_left <= 8 * r) continue;
+      float* const to = params_.attend.partial_row(work.batch, work.segment,
+                                                   work.q_row + row_ + 8 * r, work.head);
+      if (consumer_lane() % 4 == 0) {
+        to[0] = rows.m[r] * params_.scores.natural_scale;
+        to[1] = sum;
       }
+      store_row(out, r, to + 2);
     }
   }
 

@@ -30,12 +30,13 @@ __device__ __forceinline__ void load_pages(const PrefillSm90Params& params, cons
   const int lane = static_cast<int>(threadIdx.x % 32u);
   const int row = lane * params.page_rows;  // of the tile: this lane's first
   const bool present = row < Config::kKeys;
-  const int key = tile * Config::kKeys + row;
+  const int key = tile * Config::kKeys + row;  // of those that count
   // Behind the last key: outside of the pool, which reads as zeros.
   BoxAt box{0, 0, work.kv_head, params.num_blocks};
   if (present && key < work.num_keys) {
-    const int column = params.block_size.divide(key);
-    box.row = key - column * static_cast<int>(params.block_size.value);
+    const int number = work.key_row + key;  // of the sequence
+    const int column = params.block_size.divide(number);
+    box.row = number - column * static_cast<int>(params.block_size.value);
     // On its way while the place is still in use.
     box.batch = static_cast<int>(params.attend.problem.table.at(work.sequence, column));
   }

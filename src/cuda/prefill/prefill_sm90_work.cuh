@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "plan.h"
 #include "prefill/prefill_sm90_config.h"
 #include "prefill/row_tiles.cuh"
 #include "problem.h"
@@ -18,6 +19,7 @@ namespace tiledattn::cuda {
 struct WorkTile {
   static constexpr std::int32_t kNone = -1;   ///< no more work
   static constexpr std::int32_t kPause = -2;  ///< perhaps no more: nothing to do here
+  static constexpr std::int32_t kWhole = -1;
 
   std::int32_t head = kNone;  ///< of q, or what there is instead
   std::int32_t kv_head = 0;
@@ -38,7 +40,8 @@ struct WorkTile {
 
   /// The second time around, for rows with huge scores: no step takes the short way.
   bool again = false;
-  bool needs_clearing = false;  ///< the last tile of keys reaches beyond the sequence's values
+  std::int32_t segment = kWhole;  ///< of the sequence's keys: the rows' results are partial
+  bool needs_clearing = false;    ///< the last tile of keys reaches beyond the sequence's values
 
   __device__ bool none() const { return head == kNone; }
   __device__ bool pause() const { return head == kPause; }
@@ -61,16 +64,23 @@ struct WorkTile {
   }
 };
 
+/// Keys begin .. end - 1 of a sequence's kv_len.
+struct KeySpan {
+  std::int32_t kv_len = 0;
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+};
+
 /// Rows first_row .. of a sequence: positions and key tiles.
 template <typename Config>
 __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params& params,
                                          std::int32_t first_row, std::int32_t q_len,
-                                         std::int32_t kv_len) {
-  const std::int32_t position = kv_len - q_len;
-  const std::int32_t first_key = max(0, position - params.window_left);
+                                         const KeySpan& keys) {
+  const std::int32_t position = keys.kv_len - q_len;
+  const std::int32_t first_key = max(keys.begin, position - params.window_left);
   tile.num_rows = q_len - first_row;
   tile.key_row += first_key;
-  tile.num_keys = kv_len - first_key;
+  tile.num_keys = keys.end - first_key;
   tile.see_begin = position + first_row - params.window_left - first_key;
   tile.see_end = position + first_row + params.window_right + 1 - first_key;
 
@@ -89,6 +99,25 @@ __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params
   tile.full_begin = min(max(tile.begin, (all_from + kKeys - 1) / kKeys), tile.full_end);
 }
 
+/// The keys of a segment; all of them, as a whole, where the sequence has one segment alone. False
+/// where it has no such segment. The rows together see all keys but those before the first window.
+__device__ __forceinline__ bool take_segment(WorkTile& tile, const PrefillSm90Params& params,
+                                             std::int32_t segment, KeySpan& keys) {
+  const SegmentCut cut = params.attend.cut;
+  const std::int32_t position =
+      keys.kv_len - static_cast<std::int32_t>(params.attend.problem.q_len);
+  const std::int32_t first_key = max(0, position - params.window_left);
+  const std::int32_t num_keys = keys.kv_len - first_key;
+  const std::int32_t count = num_segments(num_keys, cut);
+  if (count <= 1) return segment == 0;
+  if (segment >= count) return false;
+  const std::int32_t length = segment_keys(num_keys, cut);
+  keys.begin = first_key + segment * length;
+  keys.end = min(keys.begin + length, keys.kv_len);
+  tile.segment = segment;
+  return true;
+}
+
 /// Dense: heads go in sections, and within a section the tiles with most keys first, all heads of
 /// them side by side.
 template <typename Config>
@@ -99,12 +128,14 @@ __device__ __forceinline__ WorkTile dense_work(const PrefillSm90Params& params,
   if (index >= params.num_tiles) return tile;
   const std::int32_t num_q_heads = params.num_q_heads;
   const std::int32_t num_heads = static_cast<std::int32_t>(params.attend.num_seqs) * num_q_heads;
-  const std::int32_t section_tiles = params.section_heads * params.tiles_per_head;
+  const std::int32_t num_segments = static_cast<std::int32_t>(params.attend.max_segments);
+  const std::int32_t section_tiles = params.section_heads * params.tiles_per_head * num_segments;
   const std::int32_t section = index / section_tiles;
   const std::int32_t rest = index - section * section_tiles;
   const std::int32_t first_head = section * params.section_heads;
   const std::int32_t heads = min(params.section_heads, num_heads - first_head);
   const std::int32_t place = rest / heads;
+  const std::int32_t row_place = place / num_segments;
   const std::int32_t head = first_head + rest - place * heads;  // counted over the batch
   const std::int32_t i = head / num_q_heads;
   if (params.attend.flags != nullptr && params.attend.flags[i] != 0) {
@@ -113,12 +144,18 @@ __device__ __forceinline__ WorkTile dense_work(const PrefillSm90Params& params,
   }
   tile.batch = static_cast<std::int32_t>(params.attend.first_seq) + i;
   tile.sequence = tile.batch;
+  const auto kv_len = static_cast<std::int32_t>(params.page_rows > 0 ? p.seq_lens.at(tile.sequence)
+                                                                     : p.dense_kv_len);
+  KeySpan keys{kv_len, 0, kv_len};
+  if (Config::kSplits && params.attend.split() &&
+      !take_segment(tile, params, place - row_place * num_segments, keys)) {
+    tile.head = WorkTile::kPause;
+    return tile;
+  }
   tile.head = head % num_q_heads;
-  const std::int32_t first_row = (params.tiles_per_head - 1 - place) * Config::kRows;
+  const std::int32_t first_row = (params.tiles_per_head - 1 - row_place) * Config::kRows;
   tile.q_row = first_row;
-  set_rows<Config>(tile, params, first_row, static_cast<std::int32_t>(p.q_len),
-                   static_cast<std::int32_t>(params.page_rows > 0 ? p.seq_lens.at(tile.sequence)
-                                                                  : p.dense_kv_len));
+  set_rows<Config>(tile, params, first_row, static_cast<std::int32_t>(p.q_len), keys);
   return tile;
 }
 
@@ -148,7 +185,8 @@ __device__ __forceinline__ WorkTile packed_work(const PrefillSm90Params& params,
     kv_len = static_cast<std::int32_t>(p.cu_seqlens_k.at(i + 1)) - tile.key_row;
   }
   set_rows<Config>(tile, params, first_row,
-                   static_cast<std::int32_t>(p.cu_seqlens_q.at(i + 1)) - q_begin, kv_len);
+                   static_cast<std::int32_t>(p.cu_seqlens_q.at(i + 1)) - q_begin,
+                   {kv_len, 0, kv_len});
   return tile;
 }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warp for each row of the launch. The segments of a sequence are those that the decode kernel
-// made: a function of its visible keys alone.
+// One warp for each row of the launch. The segments of a sequence are those that the attention
+// kernel made: a function of its visible keys alone.
+#include "common/combine_segments.h"
+
 #include "common/finish_row.cuh"
 #include "common/launch.cuh"
 #include "common/softmax_state.cuh"
 #include "common/with_dim.h"
-#include "decode/decode.h"
 #include "plan.h"
 
 namespace tiledattn::cuda {
@@ -17,7 +18,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kColumns = static_cast<int>(kMaxHeadDim) / kWarpSize;
 
 __global__ void __launch_bounds__(kThreads)
-    decode_combine(const __grid_constant__ AttendParams params) {
+    combine_segments(const __grid_constant__ AttendParams params) {
   const AttentionProblem& p = params.problem;
   const std::int64_t num_rows = params.num_seqs * p.q_len * p.num_q_heads;
   const std::int64_t num_warps = std::int64_t{gridDim.x} * kWarps;
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(kThreads)
 
     const Sequence s = sequence_at(p, params.first_seq + i);
     const KeyRange visible = visible_keys(p, s, 0, s.q_len - 1);
-    const std::int64_t segments = num_segments(visible.end - visible.begin, params.segment_limit);
+    const std::int64_t segments = num_segments(visible.end - visible.begin, params.cut);
+    if (params.one_is_final && segments <= 1) continue;
     WarpRow<kColumns> total;
     for (std::int64_t segment = 0; segment < segments; ++segment) {
       const float* const partial = params.partial_row(s.index, segment, token, head);
@@ -44,10 +46,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_decode_combine(const AttendParams& params, cudaStream_t stream) {
+void launch_combine_segments(const AttendParams& params, cudaStream_t stream) {
   const AttentionProblem& p = params.problem;
   const std::int64_t rows = params.num_seqs * p.q_len * p.num_q_heads;
-  launch(decode_combine, "decode_combine", {(rows + kWarps - 1) / kWarps, kThreads}, params,
+  launch(combine_segments, "combine_segments", {(rows + kWarps - 1) / kWarps, kThreads}, params,
          stream);
 }
 
