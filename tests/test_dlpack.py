@@ -382,6 +382,17 @@ def test_fake_and_meta_tensors_are_refused():
             ta.flash_attention(q, bad, v)
 
 
+@pytest.mark.parametrize("name", ["q", "k_pool", "v_pool", "block_table", "seq_lens", "sinks"])
+def test_masked_arrays_are_refused(name):
+    data = cases.Paged("", seq_lens=(20, 7)).make("float32")
+    heads = data.q.shape[-2]
+    arrays = {"q": data.q, "k_pool": data.k_pool, "v_pool": data.v_pool, "block_table": data.block_table}
+    arrays |= {"seq_lens": data.seq_lens, "sinks": np.zeros(heads, np.float32)}
+    ta.paged_attention(**arrays)
+    with pytest.raises(TypeError, match=f"^{name}: is a masked array"):
+        ta.paged_attention(**arrays | {name: np.ma.array(arrays[name])})
+
+
 def test_strange_torch_tensors():
     """Sparse tensors are refused, a lazy negation is right or refused, a Parameter is an array."""
     torch = pytest.importorskip("torch")

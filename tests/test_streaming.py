@@ -242,6 +242,7 @@ def test_no_sequences_at_all(device):
         ({"q_positions": [-(2**70)] * 5}, ValueError, f"q_positions: got -{2**70}; expected a 64-bit number"),
         ({"q_positions": [None] * 5}, TypeError, "q_positions: expected an int, got NoneType"),
         ({"q_positions": [0.5] * 5}, TypeError, "q_positions: expected integers"),
+        ({"q_positions": np.ma.array([9] * 5)}, TypeError, "q_positions: is a masked array"),
         ({"on_error": "ignore"}, ValueError, "on_error: got 'ignore'; expected 'raise' or 'partial'"),
         ({"state": 3}, TypeError, "state: expected a State, got int"),
         ({"state": object.__new__(ta.State)}, TypeError, "state: got a State that holds nothing"),
@@ -292,6 +293,11 @@ def test_wrong_sources_are_named(cpu):
         streaming.attend(data.q, [ta.StreamSequence(8, [part, ta.KvPart(source, [2], 4)])] * 5)
     with pytest.raises(TypeError, match=r"parts\[0\].blocks: expected integers, got float64"):
         ta.StreamSequence(8, ta.KvPart(source, [0.5]))
+    masked = np.ma.array([0, 1], mask=[False, True])
+    with pytest.raises(TypeError, match=r"parts\[0\].blocks: is a masked array"):
+        ta.StreamSequence(8, ta.KvPart(source, masked))
+    with pytest.raises(TypeError, match="blocks: is a masked array"):
+        ta.PoolSource(data.k_pool, data.v_pool).evict(masked)
     with pytest.raises(TypeError, match=r"expected a PoolSource or an object with describe\(\) and read\(\)"):
         ta.StreamSequence(8, ta.KvPart(object.__new__(type("Thing", (), {})), [0]))
     with pytest.raises(TypeError, match=r"expected a PoolSource or an object with describe\(\) and read\(\)"):

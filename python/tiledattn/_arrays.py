@@ -6,6 +6,7 @@ A framework is imported only where one of its own arrays came in, so importing i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,27 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         ) from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
+
+
+def host_array(values: Any, name: str) -> np.ndarray[Any, Any]:
+    """Give what is read on the host, such as block ids, as a NumPy array.
+
+    Parameters
+    ----------
+    values
+        An array of any library, or anything that can be iterated over.
+    name
+        What errors call it.
+
+    Raises
+    ------
+    TypeError
+        For a masked array.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: is a masked array, whose mask would be ignored; expected a plain array")
+    is_list = isinstance(values, Iterable) and not hasattr(values, "__array__")
+    return np.asarray(list(values) if is_list else values)
 
 
 def to_jax(array: np.ndarray[Any, Any]) -> Array:

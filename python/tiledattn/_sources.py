@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from ._arrays import numpy_dtype
+from ._arrays import host_array, numpy_dtype
 from ._types import Array
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -387,7 +387,7 @@ def _position(position: Any, name: str) -> int:
 def _block_ids(blocks: Any, name: str) -> BlockIds:
     if not hasattr(blocks, "__array__") and not isinstance(blocks, Iterable):
         raise TypeError(f"{name}: expected a list of block ids, got {type(blocks).__name__}")
-    ids = np.asarray(blocks if hasattr(blocks, "__array__") else list(blocks))
+    ids = host_array(blocks, name)
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {ids.dtype}")
     if ids.ndim != 1:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-import numpy as np
-
 from . import _core
+from ._arrays import host_array
 from ._errors import TileError
 from ._sources import KvPart, StreamSequence
 from ._state import State, compiled_state
@@ -351,7 +350,7 @@ def _compiled_sequences(
 def _integers(values: Any, name: str) -> list[int] | None:
     if values is None:
         return None
-    numbers = np.asarray(values)
+    numbers = host_array(values, name)
     if numbers.size and numbers.dtype.kind not in "iuO":  # O: what is beyond 64 bits
         raise TypeError(f"{name}: expected integers, got {numbers.dtype}")
     listed: list[int] = numbers.reshape(-1).tolist()
