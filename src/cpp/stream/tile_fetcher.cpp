@@ -306,10 +306,12 @@ void TileFetcher::end_copies(TileSlot& slot) {
 }
 
 /// An idle link gets the first pieces before the others are known, in parts that grow: each takes
-/// longer to copy than the next one to find.
+/// longer to copy than the next one to find. Many small pieces are handed over some at a time too:
+/// lists of them that outgrow the caches take longer to fill than the pieces to copy.
 void TileFetcher::put_on_queue(TileSlot& slot) {
   constexpr std::int64_t kFirstPart = std::int64_t{512} << 10;
   constexpr std::int64_t kGrowth = 4;
+  constexpr std::size_t kMostPieces = 1024;
   std::int64_t part_bytes = 0;
   std::int64_t enough = idle() ? kFirstPart : slot_bytes_;
   std::vector<CopyPiece> part;
@@ -323,7 +325,7 @@ void TileFetcher::put_on_queue(TileSlot& slot) {
   for_each_copy(slot, [&](const CopyPiece& piece) {
     part.push_back(piece);
     part_bytes += piece.bytes;
-    if (part_bytes >= enough) hand_over();
+    if (part_bytes >= enough || part.size() >= kMostPieces) hand_over();
   });
   fill_table(slot);
   slot.table_on_queue = slot.table.bytes() > kMostWritten;
