@@ -402,7 +402,19 @@ def test_it_is_not_copied_or_pickled(cpu):
         with pytest.raises(TypeError, match="cannot be"):
             function(streaming)
     assert "StreamingAttention(" in repr(streaming)
-    assert streaming.nbytes > streaming.scratch_bytes // 2
+
+
+def test_nbytes_counts_state_scratch_and_tables(device):
+    data = LONG.make("float32")
+    tables = []
+    for tile in (TILE, TILE + 1000):
+        streaming = make_streaming(device, data, tile, num_slots=4, scratch_bytes=4 << 20)
+        state = ta.TiledAttention(streaming.dims, device=device.device).nbytes
+        tables.append(streaming.nbytes - state - streaming.scratch_bytes)
+    # Of each slot and sequence, and on a CPU for each of 32 rounds: a wider row of ids, beside four numbers.
+    rounds = 1 if device.is_cuda else 32
+    assert tables[1] - tables[0] == pytest.approx(4 * rounds * 5 * 1000 * 8, abs=4 * 256)
+    assert tables[0] == pytest.approx(4 * rounds * 5 * (TILE + 4) * 8, abs=4 * 256)
 
 
 def test_stats_are_counted_and_shown(device):

@@ -75,23 +75,26 @@ TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
       device_(device),
       options_(checked(options)),
       slot_bytes_(options.scratch_bytes / options.num_slots / kAlignment * kAlignment),
+      table_bytes_(table_bytes_of(dims, queue->immediate() ? kMostRounds : 1, options.num_slots)),
       scratch_(device, slot_bytes_ * options.num_slots),
       queue_(std::move(queue)),
       readers_(options.num_readers) {
-  const std::int64_t rounds = queue_->immediate() ? kMostRounds : 1;
-  const std::int64_t table_bytes = table_bytes_of(dims, rounds, options.num_slots);
-  if (!queue_->immediate()) tables_ = Buffer(device, table_bytes * options.num_slots);
+  if (!queue_->immediate()) tables_ = Buffer(device, table_bytes_ * options.num_slots);
   for (std::int64_t i = 0; i < options.num_slots; ++i) {
     TileSlot& slot = slots_.emplace_back();
     slot.scratch = static_cast<char*>(scratch_.data()) + i * slot_bytes_;
-    slot.table.host = queue_->allocate_host(table_bytes);
+    slot.table.host = queue_->allocate_host(table_bytes_);
     slot.table.device = queue_->immediate() ? slot.table.host.get()
-                                            : static_cast<char*>(tables_.data()) + i * table_bytes;
+                                            : static_cast<char*>(tables_.data()) + i * table_bytes_;
     slot.copied = queue_->make_event(false);
     slot.consumed = queue_->make_event(false);
     slot.started = queue_->make_event(true);
     slot.ended = queue_->make_event(true);
   }
+}
+
+std::int64_t TileFetcher::nbytes() const {
+  return (slot_bytes_ + table_bytes_) * options_.num_slots;
 }
 
 TileFetcher::~TileFetcher() {

@@ -84,7 +84,8 @@ class TileFetcher {
 
   std::vector<TileSlot>& slots() { return slots_; }
   const CopyQueue& queue() const { return *queue_; }
-  std::int64_t nbytes() const { return scratch_.bytes() + tables_.bytes(); }
+  /// Of what attention reads: scratch and tables.
+  std::int64_t nbytes() const;
 
   /// Tiles, bytes and seconds since the last call.
   StreamStats take_stats();
@@ -115,7 +116,7 @@ class TileFetcher {
   TiledAttentionDims dims_;
   Device device_;
   StreamOptions options_;
-  std::int64_t slot_bytes_;
+  std::int64_t slot_bytes_, table_bytes_;  // of one slot
   Buffer scratch_, tables_;
   StreamStats stats_;
   std::unique_ptr<CopyQueue> queue_;
