@@ -273,6 +273,58 @@ def test_sources_that_hold_their_sequences_go_away(cpu):
     assert gone() is None
 
 
+@pytest.mark.parametrize("kept", ["sequences", "leases", "errors"])
+def test_sources_that_hold_who_prefetches_from_them_go_away(device, kept):
+    data, go = LONG.make("float32"), threading.Event()
+    source, streaming = make_source("read", device, data), make_streaming(device, data)
+    if kept == "leases":
+        source.pin = lambda blocks, lease=source: lease
+    source.streaming, source.sequences = streaming, sequences_of(data, source)
+
+    def before_read(blocks):
+        go.wait()
+        if kept == "errors":
+            raise GoneError("the disk")  # its traceback holds the source
+
+    source.before_read = before_read
+    assert streaming.prefetch(source.sequences)
+    gone = weakref.ref(source), weakref.ref(streaming)
+    del source, streaming
+    gc.collect()
+    assert gone[0]().streaming is gone[1]()  # it is being read
+    go.set()
+    for _ in range(1000):
+        gc.collect()
+        if gone[0]() is None:
+            break
+        time.sleep(0.01)
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_collecting_garbage_takes_nothing_that_a_call_uses(device):
+    data, source, streaming, sequences = small(device)
+    want = tiles_by_hand(device, data, TILE, 5)
+    source.streaming, source.pin = streaming, lambda blocks: source
+    ended = threading.Event()
+
+    def collect():
+        while not ended.is_set():
+            gc.collect()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    try:
+        for count in range(20):
+            # The object keeps them alone.
+            assert streaming.prefetch(sequences_of(data, source))
+            if count % 3 == 0:
+                streaming.discard()
+            compare.same_bits(attend(device, streaming, data, sequences), want)
+    finally:
+        ended.set()
+        collector.join()
+
+
 @pytest.mark.parametrize("head_dim", [64, 66, 33])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_many_small_pieces(device, dtype, block_size, head_dim):

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -53,7 +54,62 @@ struct BoundStreaming {
   BoundStreaming& operator=(const BoundStreaming&) = delete;
 
   std::unique_ptr<StreamingAttention> core;
+  std::atomic<int> calls = 0;  // under way; changes only with the GIL held
 };
+
+/// Lets other threads of Python run during a call of the core.
+class CoreCall {
+ public:
+  explicit CoreCall(BoundStreaming& streaming) : counted_(streaming.calls) {}
+
+ private:
+  struct Counted {
+    explicit Counted(std::atomic<int>& calls) : calls(calls) { ++calls; }
+    ~Counted() { --calls; }
+    Counted(const Counted&) = delete;
+    Counted& operator=(const Counted&) = delete;
+    std::atomic<int>& calls;
+  };
+  const Counted counted_;
+  const GilReleased unlocked_;  // last: the GIL is back when the call is no longer counted
+};
+
+/// The exception behind an error, if it is Python's.
+PyObject* python_exception(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const RaisedInPython& raised) {
+    return raised.value().ptr();
+  } catch (...) {
+  }
+  return nullptr;
+}
+
+// A source may hold the object that has prefetched from it. Python finds such a cycle by what this
+// tells its garbage collector: each sequence, lease and error has one reference. During calls of
+// other threads it tells nothing, so what they use stays.
+int traverse_streaming(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const BoundStreaming& streaming = *nb::inst_ptr<BoundStreaming>(self);
+  if (streaming.calls > 0) return 0;
+  const Prefetched kept = streaming.core->prefetched();
+  for (const auto& sequence : kept.sequences) {
+    const nb::object object = nb::find(*sequence);
+    Py_VISIT(object.ptr());
+  }
+  for (const auto& [source, lease] : kept.leases) {
+    if (dynamic_cast<const PythonSource*>(source)) Py_VISIT(static_cast<PyObject*>(lease.get()));
+  }
+  for (const std::exception_ptr& error : kept.errors) {
+    PyObject* const exception = python_exception(error);
+    Py_VISIT(exception);
+  }
+  return 0;
+}
+
+PyType_Slot streaming_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_streaming)},
+                                 {0, nullptr}};
 
 void construct(BoundStreaming* self, const TiledAttentionDims& dims, nb::handle device,
                nb::handle scratch_bytes, nb::handle num_slots, nb::handle num_readers,
@@ -157,7 +213,7 @@ Attended attend(BoundStreaming& self, nb::handle q, const Sequences& sequences, 
   const Stream launch = args.launch_stream();
   AttendResult result;
   {
-    const GilReleased unlocked;
+    const CoreCall call_of_core(self);
     result = self.core->attend(call, launch);
   }
   args.mark_written();
@@ -172,8 +228,9 @@ bool prefetch(BoundStreaming& self, const Sequences& sequences, nb::handle q_len
               const std::optional<NumberList>& q_positions) {
   const std::int64_t tokens = integer_arg(q_len, "q_len");
   const std::vector<std::int64_t> positions = q_positions_arg(q_positions, sequences);
-  const GilReleased unlocked;
-  return self.core->prefetch(const_sequences(sequences), tokens, positions);
+  const StreamSequences wanted = const_sequences(sequences);
+  const CoreCall call_of_core(self);
+  return self.core->prefetch(wanted, tokens, positions);
 }
 
 nb::tuple tier(const TierStats& stats) {
@@ -205,7 +262,7 @@ void bind_streaming(nb::module_& m) {
   cancelled.attr("__doc__") = "`StreamingAttention.cancel` ended the call; nothing was written.";
   nb::register_exception_translator(translate_errors);
 
-  nb::class_<BoundStreaming>(m, "StreamingAttention")
+  nb::class_<BoundStreaming>(m, "StreamingAttention", nb::type_slots(streaming_slots))
       .def("__init__", construct, "dims"_a, "device"_a.none(), "scratch_bytes"_a.none(),
            "num_slots"_a.none(), "num_readers"_a.none(), "poison_scratch"_a.none(),
            "softmax_scale"_a.none(), "softcap"_a.none(), "window"_a.none(), "sinks"_a.none())
@@ -213,9 +270,11 @@ void bind_streaming(nb::module_& m) {
            "out"_a.none(), "lse"_a.none(), "return_lse"_a.none(), "return_state"_a.none(),
            "partial"_a, "stream"_a.none())
       .def("prefetch", prefetch, "sequences"_a, "q_len"_a.none(), "q_positions"_a.none())
-      .def(
-          "discard", [](BoundStreaming& self) { self.core->discard(); },
-          nb::call_guard<GilReleased>())
+      .def("discard",
+           [](BoundStreaming& self) {
+             const CoreCall call_of_core(self);
+             self.core->discard();
+           })
       .def("cancel", [](BoundStreaming& self) { return self.core->cancel(); })
       .def("stats", stats)
       .def("reset_stats", [](BoundStreaming& self) { self.core->reset_stats(); })

@@ -490,6 +490,17 @@ void StreamingAttention::discard() {
   impl_->publish_stats();
 }
 
+Prefetched StreamingAttention::prefetched() const {
+  Prefetched kept;
+  if (!impl_->here() || impl_->fetcher.reading()) return kept;
+  for (const std::shared_ptr<Job>& job : impl_->jobs) {
+    const StreamSequences& sequences = job->request.sequences;
+    kept.sequences.insert(kept.sequences.end(), sequences.begin(), sequences.end());
+  }
+  impl_->fetcher.add_kept(kept);
+  return kept;
+}
+
 bool StreamingAttention::cancel() {
   using Phase = Impl::Phase;
   if (!impl_->here()) return false;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream/tile_fetcher.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -361,6 +362,22 @@ void TileFetcher::fill_table(TileSlot& slot) {
     tier.bytes += piece_bytes(slot, i);
   }
   slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
+}
+
+bool TileFetcher::reading() const {
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [](const TileSlot& slot) { return slot.reads && !slot.reads->done(); });
+}
+
+void TileFetcher::add_kept(Prefetched& kept) const {
+  for (const TileSlot& slot : slots_) {
+    for (const Lease& lease : slot.leases) kept.leases.emplace_back(slot.launch->source, lease);
+    for (const std::optional<TileError>& failure : slot.failures) {
+      if (failure) kept.errors.push_back(failure->details().cause);
+    }
+    if (!slot.reads) continue;
+    for (const ReadOutcome& outcome : slot.reads->outcomes()) kept.errors.push_back(outcome.error);
+  }
 }
 
 TileArgs TileFetcher::tile(const TileSlot& slot, std::int64_t round, bool positions) const {

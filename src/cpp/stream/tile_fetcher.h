@@ -82,6 +82,11 @@ class TileFetcher {
   /// Is the caller inside a read() that was asked for here?
   bool in_read() const { return readers_.includes_this_thread(); }
 
+  /// Is a source being read?
+  bool reading() const;
+  /// The leases and errors of all slots. Not while a source is being read.
+  void add_kept(Prefetched& kept) const;
+
   std::vector<TileSlot>& slots() { return slots_; }
   const CopyQueue& queue() const { return *queue_; }
   /// Of what attention reads: scratch and tables.

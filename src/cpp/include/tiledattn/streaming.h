@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tiledattn/attention.h"
@@ -91,6 +93,13 @@ struct TILEDATTN_API StreamStats {
   double link_use() const { return seconds > 0 ? link.seconds / seconds : 0; }
 };
 
+/// What a StreamingAttention keeps for calls to come, as garbage collectors have to know it.
+struct Prefetched {
+  StreamSequences sequences;
+  std::vector<std::pair<const TileSource*, Lease>> leases;
+  std::vector<std::exception_ptr> errors;  ///< of tiles that cannot be had
+};
+
 /// Attention over KV in host memory, on another GPU or in any TileSource. Tiles of
 /// dims.tile_capacity blocks of a sequence pass through a ring of scratch memory and are folded by
 /// a TiledAttention in the order of keys: the same bits as the same tiles folded by hand.
@@ -120,6 +129,10 @@ class TILEDATTN_API StreamingAttention {
 
   /// Drop what was prefetched. Waits for the reads and copies under way.
   void discard();
+
+  /// What prefetched calls keep alive; nothing while reads are under way, which keep sources alive
+  /// too. Not while another thread is in a call of this object.
+  Prefetched prefetched() const;
 
   /// End the attend() that another thread is in, with CancelledError. False when there is none, or
   /// when its tiles are all in: then it ends as if nothing had been said.
