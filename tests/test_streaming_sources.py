@@ -301,6 +301,23 @@ def test_sources_that_hold_who_prefetches_from_them_go_away(device, kept):
     assert [ref() for ref in gone] == [None, None]
 
 
+def test_an_error_does_not_outlive_its_call(device):
+    data, source, streaming, sequences = small(device)
+    raised = []
+
+    def before_read(blocks):
+        error = GoneError("the disk")
+        raised.append(weakref.ref(error))
+        raise error
+
+    source.before_read = before_read
+    with pytest.raises(ta.TileError):
+        streaming.attend(device.array(data.q), sequences)
+    gc.collect()
+    assert raised
+    assert [error() for error in raised if error() is not None] == []
+
+
 def test_collecting_garbage_takes_nothing_that_a_call_uses(device):
     data, source, streaming, sequences = small(device)
     want = tiles_by_hand(device, data, TILE, 5)

@@ -420,6 +420,7 @@ void TileFetcher::release(TileSlot& slot) {
     count_copies(slot);
   }
   slot.leases.clear();
+  slot.failures.clear();
   slot.launch = nullptr;
   slot.request = nullptr;
 }
