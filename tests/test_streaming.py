@@ -230,7 +230,7 @@ def test_no_sequences_at_all(device):
     ("change", "error", "message"),
     [
         ({"q": None}, TypeError, "q: expected an array .*, got NoneType"),
-        ({"sequences": lambda s: s[:-1]}, ValueError, "q: got 5 sequences; expected 4"),
+        ({"sequences": lambda s: s[:-1]}, ValueError, "q: got 5 sequences; expected 4 like sequences"),
         ({"sequences": lambda s: s[0]}, TypeError, "sequences: expected a list"),
         ({"sequences": lambda s: 5}, TypeError, "sequences: expected a list of StreamSequence, got int"),
         ({"sequences": lambda s: [*s[:-1], None]}, TypeError, r"sequences\[4\]: expected a StreamSequence"),
@@ -293,6 +293,8 @@ def test_wrong_sources_are_named(cpu):
         streaming.attend(data.q, [ta.StreamSequence(8, [part, ta.KvPart(source, [2], 4)])] * 5)
     with pytest.raises(TypeError, match=r"parts\[0\].blocks: expected integers, got float64"):
         ta.StreamSequence(8, ta.KvPart(source, [0.5]))
+    with pytest.raises(ValueError, match=r"parts\[0\].blocks: setting an array element with a sequence"):
+        ta.StreamSequence(8, ta.KvPart(source, [0, [1]]))
     masked = np.ma.array([0, 1], mask=[False, True])
     with pytest.raises(TypeError, match=r"parts\[0\].blocks: is a masked array"):
         ta.StreamSequence(8, ta.KvPart(source, masked))

@@ -64,11 +64,16 @@ def host_array(values: Any, name: str) -> np.ndarray[Any, Any]:
     ------
     TypeError
         For a masked array.
+    ValueError
+        For what has no shape.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name}: is a masked array, whose mask would be ignored; expected a plain array")
     is_list = isinstance(values, Iterable) and not hasattr(values, "__array__")
-    return np.asarray(list(values) if is_list else values)
+    try:
+        return np.asarray(list(values) if is_list else values)
+    except ValueError as error:  # lists in lists, of different lengths
+        raise ValueError(f"{name}: {error}") from None
 
 
 def to_jax(array: np.ndarray[Any, Any]) -> Array:

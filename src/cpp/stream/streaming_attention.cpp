@@ -222,6 +222,10 @@ struct StreamingAttention::Impl {
   /// Check q, out and lse as the calls at the end will; returns the query tokens of a sequence.
   std::int64_t check_arrays(const AttendArgs& args) const {
     const auto num_seqs = static_cast<std::int64_t>(args.sequences.size());
+    if ((args.q.rank == 3 || args.q.rank == 4) && args.q.shape[0] != num_seqs) {
+      refuse("q", std::to_string(args.q.shape[0]) + " sequences",
+             std::to_string(num_seqs) + " like sequences");
+    }
     std::int64_t somewhere = 0;  // no element of the empty arrays here is ever read
     char* const planes[2] = {reinterpret_cast<char*>(&somewhere), nullptr};
     const TileSizes sizes{
