@@ -93,7 +93,9 @@ def test_options(option, shape, head_dim, dtype, gpu):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 1, 2100, 2100), (1, 1, 1, 2305, 3001), (1, 1, 1, 2048, 300), (1, 1, 1, 8200, 700)], ids=str
+    "shape",
+    [(1, 2, 1, 2100, 2100), (1, 1, 1, 2305, 3001), (1, 1, 1, 2048, 300), (1, 1, 1, 8200, 700)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", HALF)
 def test_long_sequences(shape, causal, head_dim, dtype, gpu):
