@@ -2,7 +2,8 @@
 """Fill the marked blocks of README.md and docs/*.md from result files, so that no figure is typed.
 
 A block is `<!-- begin: FILE -->` ... `<!-- end -->`. A .txt file is shown as it is; of a .json file the "table" list of
-objects is shown with its keys as columns. `--check` changes nothing and fails where a block is out of date.
+objects is shown with its keys as columns. `--check` changes nothing and fails where a block is out of date, or a
+picture: its text holds the date of the result file that it was drawn from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURES = {"docs/kernels/forward.svg": ("benchmarks/results/forward.json", "scripts/draw_roofline.py")}
 BLOCK = re.compile(r"(<!-- begin: (?P<file>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -44,6 +46,11 @@ def block(match: re.Match[str]) -> str:
     return f"{match[1]}{body}\n{match[3]}"
 
 
+def shows(picture: str, file: str) -> bool:
+    """Whether a picture is of the result file as it is now."""
+    return str(json.loads((ROOT / file).read_text())["date"]) in (ROOT / picture).read_text()
+
+
 def main() -> int:
     """Update every page, or say which ones are out of date."""
     stale = []
@@ -57,8 +64,10 @@ def main() -> int:
             page.write_text(fresh)
     if "--check" in sys.argv and stale:
         print("out of date, run scripts/update_docs.py:", *stale)
-        return 1
-    return 0
+    old = {picture: script for picture, (file, script) in PICTURES.items() if not shows(picture, file)}
+    for picture, script in old.items():
+        print(f"{picture} is out of date, run {script}")
+    return 1 if old or ("--check" in sys.argv and stale) else 0
 
 
 if __name__ == "__main__":
