@@ -49,6 +49,7 @@ struct BlockArgs {
       k;  ///< address of each key's K; entries that fill up the last group repeat the last one
   const void* const* v;
   const void* const* next_k;  ///< the block after this one, to be prefetched
+  const void* const* next_v;
   int num_next_keys;
 
   const int* row_begin;  ///< row r sees keys row_begin[r] .. row_end[r] - 1 of the block

@@ -85,12 +85,18 @@ TILEDATTN_INLINE Vec finish_panel_scores(const BlockArgs& a, const Panel& panel,
   const Vec begin = load_numbers(a.row_begin + row), end = load_numbers(a.row_end + row);
   Vec top = broadcast(-kInfinity);
   if (a.k_scale == nullptr && !(a.softcap > 0.0f) && !panel.masked) {  // most blocks
-    for (int j = panel.key_begin; j < panel.key_end; ++j) {
+    // Each of the largest waits for the one before it: four series of them wait less.
+    Vec tops[4] = {top, top, top, top};
+    const auto scale = [&](int j, Vec& largest) {
       const Vec s = load(scores + j * kPanel) * a.softmax_scale;
       store(scores + j * kPanel, s);
-      top = larger(s, top);
-    }
-    return top;
+      largest = larger(s, largest);
+    };
+    int j = panel.key_begin;
+    for (; j + 4 <= panel.key_end; j += 4)
+      for (int i = 0; i < 4; ++i) scale(j + i, tops[i]);
+    for (; j < panel.key_end; ++j) scale(j, tops[0]);
+    return larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
   }
   for (int j = panel.key_begin; j < panel.key_end; ++j) {
     Vec s = load(scores + j * kPanel) * a.softmax_scale;
@@ -280,12 +286,14 @@ void attend_products(const BlockArgs& a) {
   KeyRows rows;
   make_key_rows<T>(a, rows);
   for (int j = a.num_keys; j < kScoredKeys; ++j) rows.k[j] = rows.k[a.num_keys - 1];
-  // V of this block, unless it is in rows, then K of the next one: a panel's time for each.
-  const int item = static_cast<int>(sizeof(T));
-  const Fetch fetches[] = {{a.v, rows.v[0] == a.v[0] ? a.num_keys : 0, a.head_dim_v * item},
-                           {a.next_k, a.num_next_keys, a.head_dim * item},
-                           {nullptr, 0, 0}};
-  const Fetch* fetch = fetches[0].count > 0 ? fetches : fetches + 1;
+  // A panel's time for each: V of this block or, if it is in rows, of the next one; K of that.
+  const int k_bytes = a.head_dim * static_cast<int>(sizeof(T));
+  const int v_bytes = a.head_dim_v * static_cast<int>(sizeof(T));
+  const Fetch here{a.v, a.num_keys, v_bytes}, k{a.next_k, a.num_next_keys, k_bytes},
+      v{a.next_v, a.num_next_keys, v_bytes};
+  const bool in_place = rows.v[0] == a.v[0];
+  const Fetch fetches[] = {in_place ? here : k, in_place ? k : v, {}};
+  const Fetch* fetch = fetches;
   for (int first = 0; first < a.num_rows; first += kPanel) {
     const Panel panel = panel_at(a, first);
     if (panel.key_begin < panel.key_end) attend_panel<T>(a, panel, rows, *fetch);

@@ -314,6 +314,7 @@ void TileWork::fold_block(const Tile& t, std::int64_t first_row, const KeyBlock&
       row_end[r] = static_cast<int>(std::clamp<std::int64_t>(seen.end - block.keys.begin, 0, size));
     }
     args.next_k = next ? next->k : nullptr;
+    args.next_v = next ? next->v : nullptr;
     args.num_next_keys = next && first == first_row ? next->size() : 0;
     if (by_products(t)) args.q_panels = bench.q_panels + first * query_units();
     args.q = reinterpret_cast<const char*>(bench.q) + first * args.q_stride * q_item;
