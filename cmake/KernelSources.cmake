@@ -5,18 +5,20 @@
 #
 # Never -ffast-math: it folds the range reduction of exp2 and breaks NaN and infinity. The first two flags only drop errno
 # and floating-point traps, without which the compiler vectorises. The third leaves fused operations to the source: a
-# product that is rounded once here and twice there would make a score differ from itself.
-set(kernel_flags -fno-math-errno -fno-trapping-math -ffp-contract=off)
+# product that is rounded once here and twice there would make a score differ from itself. Kernels throw nothing: without
+# the last one a destructor would bring a weak symbol of the C++ runtime.
+set(kernel_flags -fno-math-errno -fno-trapping-math -ffp-contract=off -fno-exceptions)
 
 set(kernel_flags_scalar "")
 set(kernel_flags_avx2 -mavx2 -mfma -mf16c)
 set(kernel_flags_avx512 ${kernel_flags_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(kernel_flags_avx512bf16 ${kernel_flags_avx512} -mavx512bf16 -mavx512vbmi)
+set(kernel_flags_amxbf16 ${kernel_flags_avx512bf16} -mamx-tile -mamx-bf16)
 set(kernel_flags_neon "")
 set(kernel_flags_neonbf16 -march=armv8.2-a+bf16)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-  set(kernel_isas scalar avx2 avx512 avx512bf16)
+  set(kernel_isas scalar avx2 avx512 avx512bf16 amxbf16)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
   set(kernel_isas scalar neon neonbf16)
 else()

@@ -20,6 +20,7 @@ set(tiledattn_core_sources
     src/cpp/cpu/attend.cpp
     src/cpp/cpu/backend_cpu.cpp
     src/cpp/cpu/isa.cpp
+    src/cpp/cpu/kernels_amxbf16.cpp
     src/cpp/cpu/kernels_avx2.cpp
     src/cpp/cpu/kernels_avx512.cpp
     src/cpp/cpu/kernels_avx512bf16.cpp

@@ -20,13 +20,13 @@ from typing import NamedTuple
 from check_isa_objects import kernel_objects
 
 # The baseline has no fused operations to tell a hot loop by.
-OBJECTS = ("kernels_avx2.cpp.o", "kernels_avx512.cpp.o", "kernels_avx512bf16.cpp.o")
+OBJECTS = tuple(f"kernels_{isa}.cpp.o" for isa in ("avx2", "avx512", "avx512bf16", "amxbf16"))
 MIN_PRODUCTS = 4
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.+)>:$")
 INSTRUCTION = re.compile(r"^\s*(?P<address>[0-9a-f]+):\t(?P<text>.+)$")
 JUMP = re.compile(r"^j\w+\s+(?P<target>[0-9a-f]+)\b")
-PRODUCT = re.compile(r"^(vfn?m(add|sub)\d+ps|vdpbf16ps)\b")
+PRODUCT = re.compile(r"^(vfn?m(add|sub)\d+ps|vdpbf16ps|tdpbf16ps)\b")
 NOT_HOT = re.compile(r"^(v(cmp|max|div)|call)")
 SPILL = re.compile(r"^v(?!broadcast)(?=.*%[xyz]mm).*[\s,](-?0x[0-9a-f]+)?\(%r[sb]p\)")
 

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import core_set
 import processes
+import pytest
 import quantised
 import tiledattn as ta
+
+TILE_FLAGS = {"amx_tile", "amx_bf16", "avx512_bf16", "avx512vbmi"}
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA)
+ASK_FOR_TILES = "import ctypes; print(ctypes.CDLL(None).syscall(158, 0x1023, 18))"
 
 
 def test_core_set(isa):
@@ -18,6 +25,21 @@ def test_core_set(isa):
     paged = len(core_set.PAGED) + len(core_set.PREFILL)
     wanted = 3 * (len(core_set.FLASH) + paged + len(core_set.TILED) + quantised_runs)
     assert said == {"isa": isa, "count": wanted}
+
+
+def test_tiles_are_used_where_cpu_and_system_have_them():
+    flags = (
+        set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+        if Path("/proc/cpuinfo").exists()
+        else set()
+    )
+    missing = TILE_FLAGS - flags
+    offered = "amxbf16" in ta.info()["cpu_isas"]
+    if missing:
+        assert not offered
+        pytest.skip(f"no {', '.join(sorted(missing))} in /proc/cpuinfo")
+    refused = processes.run(ASK_FOR_TILES).strip()
+    assert offered == (refused == "0")
 
 
 def test_an_unknown_instruction_set_is_refused_by_name():

@@ -11,6 +11,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -34,7 +38,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
 
 bool has(unsigned value, unsigned bits) { return (value & bits) == bits; }
 
-/// The registers that the operating system saves: bit 1 SSE, 2 AVX, 5..7 AVX-512.
+/// The registers that the operating system saves: bit 1 SSE, 2 AVX, 5..7 AVX-512, 17 and 18 tiles.
 unsigned saved_registers() {
   constexpr unsigned kOsXsave = 1u << 27;
   if (!has(cpuid(1, 0).c, kOsXsave)) return 0;
@@ -43,12 +47,24 @@ unsigned saved_registers() {
   return low;
 }
 
+/// Linux keeps tile registers from a process until it asks: then signal frames have room for them.
+/// All of its threads, and the children that it forks, may use them from then on.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 /// Best first.
 std::vector<const cpu::CpuKernels*> find_available() {
   constexpr unsigned kFma = 1u << 12, kAvx = 1u << 28, kF16c = 1u << 29;
   constexpr unsigned kAvx2 = 1u << 5;
   constexpr unsigned kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
   constexpr unsigned kVbmi = 1u << 1, kBf16 = 1u << 5;
+  constexpr unsigned kAmx = 1u << 22 | 1u << 24;  // BF16, TILE
   const unsigned saved = saved_registers();
   const Registers leaf7 = cpuid(7, 0);
   const bool avx2 =
@@ -56,8 +72,10 @@ std::vector<const cpu::CpuKernels*> find_available() {
   const bool avx512 = avx2 && has(saved, 0xe6) && has(leaf7.b, kAvx512);
   const bool avx512bf16 =
       avx512 && has(leaf7.c, kVbmi) && leaf7.a >= 1 && has(cpuid(7, 1).a, kBf16);
+  const bool amxbf16 = avx512bf16 && has(saved, 0x600e6) && has(leaf7.d, kAmx) && may_use_tiles();
 
   std::vector<const cpu::CpuKernels*> found;
+  if (amxbf16) found.push_back(&cpu::kernels_amxbf16);
   if (avx512bf16) found.push_back(&cpu::kernels_avx512bf16);
   if (avx512) found.push_back(&cpu::kernels_avx512);
   if (avx2) found.push_back(&cpu::kernels_avx2);

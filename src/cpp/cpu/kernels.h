@@ -42,8 +42,9 @@ struct BlockArgs {
   const void* q;     ///< packed q, zero from head_dim on; float32 unless CpuKernels says otherwise
   int64_t q_stride;  ///< elements
   const float* q_panels;  ///< q as [row / panel_rows][head_dim][panel_rows], zeros for rows that
-                          ///< are not there; of bfloat16 q two elements in the place of each float;
-                          ///< null: rows go in groups of kGroupRows
+                          ///< are not there; of bfloat16 q two elements in the place of each float,
+                          ///< and zeros up to a multiple of pair_units; null: rows go in groups of
+                          ///< kGroupRows
   float* widened;  ///< with q_panels: room for kBlockKeys rows of q_stride and as many of o_stride
   const void* const*
       k;  ///< address of each key's K; entries that fill up the last group repeat the last one
@@ -76,12 +77,14 @@ struct CpuKernels {
       attend_block[kNumElements];  ///< by Element; those by bfloat16 null unless packs_bfloat16
   bool packs_bfloat16;             ///< bfloat16 q stays bfloat16
   int panel_rows;                  ///< rows side by side in q_panels; divides kRowPadding
+  int pair_units;                  ///< of q_panels; divides kRowPadding / 2
 };
 
 extern const CpuKernels kernels_scalar;
 extern const CpuKernels kernels_avx2;
 extern const CpuKernels kernels_avx512;
 extern const CpuKernels kernels_avx512bf16;
+extern const CpuKernels kernels_amxbf16;
 extern const CpuKernels kernels_neon;
 extern const CpuKernels kernels_neonbf16;
 

@@ -16,10 +16,15 @@ constexpr int kScoredKeys = kBlockKeys + kProductRows;
 template <typename T>
 constexpr bool kPairs = Product<T>::kElements == 2;
 
-/// Units in a row of `size` elements.
+/// Whether products are of tiles.
+template <typename T>
+constexpr bool kTiles = TileProduct<T>::kExists;
+
+/// Units in a row of `size` elements, for tiles with those that fill it up.
 template <typename T>
 constexpr int units_of(int size) {
-  return kPairs<T> ? (size + 1) / 2 : size;
+  constexpr int kUnits = TileProduct<T>::kUnits;
+  return kPairs<T> ? (size + 2 * kUnits - 1) / (2 * kUnits) * kUnits : size;
 }
 
 /// Rows of units that the products read: one of K for each key of the block, one of V for each key
@@ -44,7 +49,7 @@ TILEDATTN_INLINE void widen_rows(const void* const* from, int num_keys, int size
 }
 
 /// Units of two keys each of `padded` columns, zero from `size` on. With one key its partner is
-/// zero.
+/// zero, and so are the rows that fill up a tile.
 template <typename T>
 TILEDATTN_INLINE void interleave_rows(const void* const* from, int num_keys, int size, int padded,
                                       float* to, const float** rows) {
@@ -65,18 +70,22 @@ TILEDATTN_INLINE void interleave_rows(const void* const* from, int num_keys, int
     for (d = (size + kLanes - 1) / kLanes * kLanes; d < padded; d += kLanes) store(to + d, Vec{});
     rows[j / 2] = to;
   }
+  for (int i = (num_keys + 1) / 2; i % TileProduct<T>::kUnits != 0; ++i)
+    for (int d = 0; d < padded; d += kLanes, to += kLanes) store(to, Vec{});
 }
 
-/// Rows of K as they lie, or copies whose last pair is filled up with zero.
+/// Rows of K as they lie, or copies that zeros fill up to `units`: where the last pair is half of
+/// one, and for tiles, whose rows lie at one stride.
 template <typename T>
-TILEDATTN_INLINE void pair_rows(const void* const* from, int num_keys, int size, int padded,
+TILEDATTN_INLINE void pair_rows(const void* const* from, int num_keys, int size, int units,
                                 float* to, const float** rows) {
-  for (int j = 0; j < num_keys; ++j, to += padded) {
+  for (int j = 0; j < num_keys; ++j, to += units) {
     rows[j] = static_cast<const float*>(from[j]);
-    if (size % 2 == 0) continue;
+    if (size % 2 == 0 && !kTiles<T>) continue;
     const unsigned bytes = static_cast<unsigned>(size) * sizeof(T);
     __builtin_memcpy(to, from[j], bytes);
-    __builtin_memset(reinterpret_cast<char*>(to) + bytes, 0, sizeof(T));
+    __builtin_memset(reinterpret_cast<char*>(to) + bytes, 0,
+                     static_cast<unsigned>(units) * sizeof(float) - bytes);
     rows[j] = to;
   }
 }
@@ -86,7 +95,7 @@ TILEDATTN_INLINE void make_key_rows(const BlockArgs& a, KeyRows& rows) {
   const int k_size = static_cast<int>(a.q_stride), v_size = static_cast<int>(a.o_stride);
   float* const v = a.widened + kBlockKeys * k_size;
   if constexpr (kPairs<T>) {
-    pair_rows<T>(a.k, a.num_keys, a.head_dim, k_size, a.widened, rows.k);
+    pair_rows<T>(a.k, a.num_keys, a.head_dim, units_of<T>(a.head_dim), a.widened, rows.k);
     interleave_rows<T>(a.v, a.num_keys, a.head_dim_v, v_size, v, rows.v);
     return;
   }

@@ -8,7 +8,8 @@
 // its columns. Only q is transposed, once for all blocks. K and V are read where they lie if they
 // are float32; other types are widened first, each element once for all rows. Where bfloat16 is
 // multiplied in pairs (Product<T>), K is read where it lies, two keys of V are interleaved, and
-// weights are rounded to bfloat16. Included by skeleton.inl.
+// weights are rounded to bfloat16. Registers that hold tiles (TileProduct<T>) take the products
+// over whole: tile_products.inl. Included by skeleton.inl.
 #include "kernels.h"
 #include "key_rows.inl"
 
@@ -251,18 +252,10 @@ struct Fetch {
   int bytes;  ///< of a row
 };
 
+/// What the rows of a panel take from V.
 template <typename T>
-void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
-  alignas(64) PanelScores scores;
-  alignas(64) float factor[kPanel];
-  const int units = units_of<T>(a.head_dim);
-  const float* q = a.q_panels + static_cast<int64_t>(panel.first) * units;
-  for (int j = panel.key_begin; j < panel.key_end; j += kProductRows) {
-    for (int i = j; i < j + kProductRows && i < fetch.count; ++i)
-      prefetch_row(fetch.rows[i], fetch.bytes);
-    score_keys<T>(rows.k + j, q, units, scores + j);
-  }
-  weigh_panel(a, panel, scores, factor);
+TILEDATTN_INLINE void add_panel_values(const BlockArgs& a, const Panel& panel, const KeyRows& rows,
+                                       const float* factor, PanelScores& scores) {
   if constexpr (kPairs<T>) pair_weights<T>(panel, scores);
   Values values;
   values_of_panel<T>(a, panel, rows, values);
@@ -281,8 +274,39 @@ void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, c
   }
 }
 
+}  // namespace
+
+#include "tile_products.inl"
+
+namespace {
+
+template <typename T>
+void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
+  alignas(64) PanelScores scores;
+  alignas(64) float factor[kPanel];
+  const int units = units_of<T>(a.head_dim);
+  const float* q = a.q_panels + static_cast<int64_t>(panel.first) * units;
+  constexpr int kKeys = kTiles<T> ? kPanel : kProductRows;
+  const int begin = kTiles<T> ? panel.key_begin / kKeys * kKeys : panel.key_begin;
+  for (int j = begin; j < panel.key_end; j += kKeys) {
+    for (int i = j; i < j + kKeys && i < fetch.count; ++i) prefetch_row(fetch.rows[i], fetch.bytes);
+    if constexpr (kTiles<T>) {
+      TileProduct<T>::multiply(rows.k[j], units, q, kPanel, units, scores[j], kPanel);
+    } else {
+      score_keys<T>(rows.k + j, q, units, scores + j);
+    }
+  }
+  weigh_panel(a, panel, scores, factor);
+  if constexpr (kTiles<T>) {
+    add_tile_values<T>(a, panel, rows, factor, scores);
+  } else {
+    add_panel_values<T>(a, panel, rows, factor, scores);
+  }
+}
+
 template <typename T>
 void attend_products(const BlockArgs& a) {
+  [[maybe_unused]] const typename TileProduct<T>::Registers registers;
   KeyRows rows;
   make_key_rows<T>(a, rows);
   for (int j = a.num_keys; j < kScoredKeys; ++j) rows.k[j] = rows.k[a.num_keys - 1];

@@ -284,6 +284,7 @@ const CpuKernels TILEDATTN_TABLE = {
     {attend_block<float>, attend_block<Float16>, attend_block<BFloat16>, attend_block<Int8>,
      attend_block<Float8>, attend_by_bfloat16<Int8>(), attend_by_bfloat16<Float8>()},
     TILEDATTN_PACKS_BFLOAT16,
-    kPanel};
+    kPanel,
+    TileProduct<BFloat16>::kUnits};
 
 }  // namespace tiledattn::cpu

@@ -150,15 +150,22 @@ Element TileWork::element(const Tile& t) const {
   return element;
 }
 
+/// Floats that a row of q takes in a panel: two bfloat16 elements have the room of one.
+std::int64_t TileWork::query_units() const {
+  if (!by_pairs()) return p_.head_dim;
+  const std::int64_t step = 2 * kernels_.pair_units;
+  return (p_.head_dim + step - 1) / step * kernels_.pair_units;
+}
+
 /// The tile's packed q once more, with panels of rows side by side.
 void TileWork::make_panels(const Tile& t, const Workbench& bench) const {
-  const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows;
+  const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows, units = query_units();
   const std::int64_t stride = padded(p_.head_dim) / (by_pairs() ? 2 : 1);
   for (std::int64_t first = 0; first < rows; first += panel) {
-    float* to = bench.q_panels + first * query_units();
+    float* to = bench.q_panels + first * units;
     for (std::int64_t r = 0; r < panel; ++r) {
       const float* from = bench.q + (first + r) * stride;
-      for (std::int64_t d = 0; d < query_units(); ++d)
+      for (std::int64_t d = 0; d < units; ++d)
         to[d * panel + r] = first + r < rows ? from[d] : 0.0f;
     }
   }

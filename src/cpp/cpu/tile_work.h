@@ -56,8 +56,7 @@ class TileWork {
 
   /// Products of many rows take two elements of bfloat16 at a time.
   bool by_pairs() const { return p_.kv_dtype == DType::bfloat16 && kernels_.packs_bfloat16; }
-  /// Floats that a row of q takes in a panel: two bfloat16 elements have the room of one.
-  std::int64_t query_units() const { return by_pairs() ? (p_.head_dim + 1) / 2 : p_.head_dim; }
+  std::int64_t query_units() const;
   bool keeps_bfloat16(const Tile& t) const;
   Element element(const Tile& t) const;
   std::int64_t head_rows(const Tile& t) const { return (t.last - t.first + 1) * p_.gqa_ratio(); }

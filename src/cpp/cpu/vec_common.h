@@ -10,6 +10,7 @@
 //   Dot<T>                  how q times K is accumulated, row by row
 //   ByBFloat16<T>           the same for bytes with q that stayed bfloat16, where there is a way
 //   Product<T>              how the matrix products of many rows are accumulated
+//   TileProduct<T>          the same by registers that hold tiles, where there are such
 //   kAccumulators           vectors of running sums that the registers hold beside their operands
 //   kValueVectors           vectors of one o row that are accumulated at once for kGroupRows rows
 //   kProductRows, kProductVectors   the part of a matrix product that is accumulated at once

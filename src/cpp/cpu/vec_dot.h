@@ -52,6 +52,22 @@ struct Product {
   static Vec multiply_add(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
 };
 
+/// The same products of whole tiles in memory, where an instruction set has registers for those:
+///
+///   kSize      rows and columns of a product
+///   kUnits     units that are summed up at once
+///   Registers  lives as long as the others are used
+///   multiply(a, a_stride, b, b_stride, units, c, c_stride)   c = a b: kSize rows of `units` units
+///              by as many rows of kSize units; kUnits divides `units`; strides in floats
+///   pair_transposed(from, from_stride, to, to_stride)   2 kUnits rows of kLanes floats to kLanes
+///              rows of kUnits units, each of two rounded numbers of one column
+template <typename T>
+struct TileProduct {
+  static constexpr bool kExists = false;
+  static constexpr int kUnits = 1;
+  struct Registers {};
+};
+
 template <typename T>
 struct ByBFloat16;
 
