@@ -34,6 +34,20 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, const
       : "memory");
 }
 
+/// The same for what will not be read again soon: the L2 cache gives it up before anything else.
+__device__ __forceinline__ void load_box_once(void* to, const CUtensorMap& map, const BoxAt& at,
+                                              MBarrier& barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], policy;\n"
+      "}" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(&map), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch), "r"(barrier.address())
+      : "memory");
+}
+
 /// Brings the box into the L2 cache.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const BoxAt& at) {
   asm volatile(

@@ -132,10 +132,11 @@ class RingLoads {
     if (lane_index() == 0) full_[kSlot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
     __syncwarp();
     if (good) {
-      load_box(ring_ + kSlot * Config::kSlotBytes + offset_,
-               kSlot == kKeys ? params.k_map : params.v_map,
-               {first_column_, current_.token, current_.kv_head, static_cast<int>(current_.block)},
-               full_[kSlot]);
+      load_box_once(
+          ring_ + kSlot * Config::kSlotBytes + offset_,
+          kSlot == kKeys ? params.k_map : params.v_map,
+          {first_column_, current_.token, current_.kv_head, static_cast<int>(current_.block)},
+          full_[kSlot]);
     }
     if (kSlot == kKeys) return;
     const bool bad = current_.inside && !good;
