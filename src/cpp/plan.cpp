@@ -118,7 +118,7 @@ bool fits_decode_sm90(const AttentionProblem& p) {
   const std::int64_t rows = p.q_len * p.gqa_ratio();
   if (keys > kLimit || num_blocks > kLimit || p.num_seqs > kLimit || rows * p.num_kv_heads > kLimit)
     return false;
-  const double cost = (static_cast<double>(keys) / 16 + kMaxDecodeGroups + kDecodeHeadCost + 2) *
+  const double cost = (static_cast<double>(keys) / 16 + kDecodeHeadCost + 2) *
                       static_cast<double>(p.num_kv_heads) * static_cast<double>(rows) *
                       static_cast<double>(p.num_seqs);
   return cost < static_cast<double>(kMaxDecodeCost);

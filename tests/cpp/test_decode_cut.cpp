@@ -38,7 +38,7 @@ std::vector<Group> groups_of_team(const std::vector<DecodeCut>& cuts, int heads,
   int group = first_group_from(cuts[seq], from - head_begin);
   for (;;) {
     for (; group < cuts[seq].num_groups; ++group) {
-      const std::int64_t begin = head_begin + std::int64_t{group} * (cuts[seq].group_chunks + 1);
+      const std::int64_t begin = head_begin + std::int64_t{group} * cuts[seq].group_chunks;
       if (begin >= end) return groups;
       groups.push_back({seq, head, group, begin});
     }
@@ -121,7 +121,7 @@ TEST(a_warp_without_a_slice_does_not_know_what_it_begins_with) {
 TEST(nothing_visible_is_one_empty_group) {
   const DecodeCut cut = cut_for_decode(5, 5, 32, 8);
   CHECK(cut.num_chunks == 0 && cut.num_groups == 1);
-  CHECK(chunks_of_group(cut, 0) == 0 && head_cost(cut) == 1 + kDecodeHeadCost);
+  CHECK(chunks_of_group(cut, 0) == 0 && head_cost(cut) == kDecodeHeadCost);
 }
 
 TEST(groups_of_a_sequence_alone_suit_the_machine) {
@@ -165,7 +165,7 @@ TEST(each_group_has_one_team_and_each_head_one_slot) {
         for (std::int64_t team = 0; team < num_teams; ++team) {
           for (const Group& group : groups_of_team(cuts, heads, total, team, num_teams)) {
             const std::int64_t head_begin =
-                group.begin - std::int64_t{group.number} * (cuts[group.seq].group_chunks + 1);
+                group.begin - std::int64_t{group.number} * cuts[group.seq].group_chunks;
             CHECK(team_of(total, group.begin, num_teams) == team);
             CHECK(team_of(total, head_begin, num_teams) <= team);
             all.push_back(group);

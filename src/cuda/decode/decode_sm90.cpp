@@ -92,10 +92,9 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   const std::int64_t max_len = dense ? p.dense_kv_len : p.table_width * p.block_size;
   params.max_len = static_cast<unsigned>(max_len);
   constexpr std::int64_t kFewSeqs = 32;
-  params.short_line =
-      static_cast<double>(p.num_seqs) * static_cast<double>(heads) *
-          (static_cast<double>(max_len / chunk_keys) + kMaxDecodeGroups + kDecodeHeadCost + 2) <
-      static_cast<double>(INT32_MAX);
+  params.short_line = static_cast<double>(p.num_seqs) * static_cast<double>(heads) *
+                          (static_cast<double>(max_len / chunk_keys) + kDecodeHeadCost + 2) <
+                      static_cast<double>(INT32_MAX);
   params.few_seqs = params.short_line && p.num_seqs <= kFewSeqs;
   if (p.softcap > 0.0f) params.inverse_softcap = 1.0f / p.softcap;
   params.max_groups = static_cast<int>(plan.max_groups);

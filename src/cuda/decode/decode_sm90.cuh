@@ -75,7 +75,7 @@ __device__ __forceinline__ int slot_of_head(const DecodeSm90Params& params, cons
                                             const Share& share) {
   if (params.slot_for_each_head) return at.seq * params.heads_per_seq + at.head;
   const DecodeCut& cut = share.first.work.cut;
-  const int cost = cut.group_chunks + 1;
+  const int cost = cut.group_chunks;
   const bool whole = at.group == 0 && at.left > std::int64_t{cut.num_groups - 1} * cost;
   if (whole) return 0;
   const std::int64_t head_begin = share.end - at.left - std::int64_t{at.group} * cost;

@@ -169,7 +169,7 @@ __device__ __forceinline__ bool find_group(const DecodeSm90Params& params, int s
     ++at.head;
     head_begin += static_cast<Int>(cost);
   }
-  at.left = share.end - seq_begin - head_begin - at.group * (at.work.cut.group_chunks + 1);
+  at.left = share.end - seq_begin - head_begin - at.group * at.work.cut.group_chunks;
   return at.head < params.heads_per_seq;
 }
 
