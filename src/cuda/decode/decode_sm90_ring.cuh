@@ -114,11 +114,12 @@ class RingLoads {
     for (int ahead = 0; ahead < 3; ++ahead) {  // chunks
       next_ = fetch(params);
       if (ahead < 2) current_ = next_;
+      if (!next_.exists) break;
       if (ahead > 0) continue;
       issue<kKeys>(params);
       issue_scales(params, 0);
       issue<kValues>(params);
-      if (warp_ == 0 && !first.done()) prefetch_queries<Config>(params, first);
+      if (warp_ == 0) prefetch_queries<Config>(params, first);
     }
   }
 
