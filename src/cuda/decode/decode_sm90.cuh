@@ -184,8 +184,12 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
       } while (more);
       if (!result.end(params, member, place, buffers, rows.seq, head, group, num_groups)) continue;
     } else {  // all else is done: nobody has to wait for counters and partial results before
-      if (part == 0) result.bring(params, member, buffers);
-      if (part == buffers.num_parts) break;
+      if (part == 0) {
+        loads.report(params);
+        result.bring(params, member, buffers);
+      }
+      // Not `break`: what comes after the loop is far away, and its code would have to be fetched.
+      if (part == buffers.num_parts) return;
       const HeadPart& shared_head = buffers.parts[part];
       const int first_count = buffers.first_counts[part];
       ++part;
@@ -196,7 +200,6 @@ __device__ __forceinline__ void attend_share(const DecodeSm90Params& params,
     }
     result.write(params, member, place, rows);
   }
-  loads.report(params);
 }
 
 /// Fills shared.params(), but for the tensor maps, where something reads it. Called by the whole
