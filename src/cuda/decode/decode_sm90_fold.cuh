@@ -306,14 +306,22 @@ class HeadResult {
     return part;
   }
 
+  /// Floats of a row of a partial result, and of all its rows.
+  __device__ __forceinline__ static int row_size(const DecodeSm90Params& params) {
+    return static_cast<int>(kDecodePartialHeader + params.problem.head_dim_v);
+  }
+  __device__ __forceinline__ static int partial_size(const DecodeSm90Params& params) {
+    const int rows = params.rows < Config::kTiles * 8 ? params.rows : Config::kTiles * 8;
+    return rows * row_size(params);
+  }
+
   /// This thread's row of the partial result of `group`. Made anew where it is needed, which is
   /// rare: registers are short.
   __device__ __forceinline__ float* partial_row(const DecodeSm90Params& params, const Place& place,
                                                 int group) const {
-    const int rows = params.rows < Config::kTiles * 8 ? params.rows : Config::kTiles * 8;
-    const int stride = static_cast<int>(kDecodePartialHeader + params.problem.head_dim_v);
-    return params.partials + std::int64_t{slot_ * params.max_groups + group} * rows * stride +
-           place.row * stride;
+    return params.partials +
+           std::int64_t{slot_ * params.max_groups + group} * partial_size(params) +
+           place.row * row_size(params);
   }
 
   __device__ __forceinline__ void store_partial(const DecodeSm90Params& params, const Place& place,
@@ -346,6 +354,15 @@ class HeadResult {
                                                      int num_groups) const {
     constexpr int kAtOnce = Config::kTiles > 1 ? 4 : 8;  // what the registers hold
     const int num_parts = num_groups - first_count + 1;
+    const float* const rows = partial_row(params, place, 0);
+    const int size = partial_size(params);
+    int columns[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = column_of(place, pass, half);  // past the last ones: any
+      columns[half] =
+          column < params.problem.head_dim_v ? static_cast<int>(kDecodePartialHeader) + column : 0;
+    }
     PartOfRow total;
 #pragma unroll 1
     for (int first = 0; first < num_parts; first += kAtOnce) {
@@ -353,17 +370,12 @@ class HeadResult {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int part = first + i < num_parts ? first + i : num_parts - 1;
-        const int group = part == 0 ? 0 : part + first_count - 1;
-        const float* const row = partial_row(params, place, group);
+        const float* const row = rows + (part == 0 ? 0 : part + first_count - 1) * size;
         const float4 header = load_now(row);
         parts[i].m = header.x;
         parts[i].l = header.y;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = column_of(place, pass, half);  // past the last ones: any
-          parts[i].o[half] = load_now(
-              row + (column < params.problem.head_dim_v ? kDecodePartialHeader + column : 0));
-        }
+        parts[i].o[0] = load_now(row + columns[0]);
+        parts[i].o[1] = load_now(row + columns[1]);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
