@@ -107,19 +107,23 @@ def machine() -> dict[str, str]:
     return found
 
 
-def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
-    """Every step in order; after a failed build nothing else can say anything."""
+def steps(log_dir: Path, quick: bool, site: Path | None) -> Iterator[Step]:
+    """Every step in order; after a failed build nothing else can say anything.
+
+    With a site, what is installed there is tested; the C++ tests, which come of a build, are left out.
+    """
     # JAX would take three quarters of the GPU's memory for itself.
     env = dict(os.environ, PYTHONUNBUFFERED="1", XLA_PYTHON_CLIENT_PREALLOCATE="false")
     python = sys.executable
     build = [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--upgrade"]
     build += ["--target", str(SITE), "-Ccmake.define.TILEDATTN_TESTS=ON", "-Ccmake.define.TILEDATTN_CUDA=ON"]
     build += [f"-Cbuild-dir={BUILD}", "."]
-    built = run("build", build, log_dir, 580, env)
-    yield built
-    if not built.passed:
-        return
-    env["PYTHONPATH"] = os.pathsep.join([str(SITE), env.get("PYTHONPATH", "")])
+    if site is None:
+        built = run("build", build, log_dir, 580, env)
+        yield built
+        if not built.passed:
+            return
+    env["PYTHONPATH"] = os.pathsep.join([str(site or SITE), env.get("PYTHONPATH", "")])
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     on_gpu = [*pytest, "-m", "gpu", "--timeout", "120"]
     # Tests of streams watch the GPU's clock and memory, and torch's compiler forks: nothing may run
@@ -134,7 +138,8 @@ def steps(log_dir: Path, quick: bool) -> Iterator[Step]:
     yield run("pytest-gpu", others, log_dir, 400, beside)
     if quick:
         return
-    yield run("ctest", ["ctest", "--test-dir", str(BUILD), "--output-on-failure"], log_dir, 200, env)
+    if site is None:
+        yield run("ctest", ["ctest", "--test-dir", str(BUILD), "--output-on-failure"], log_dir, 200, env)
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for tool in ("memcheck", "racecheck"):
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", python, "tests/core_set.py", "cuda"]
@@ -154,6 +159,7 @@ def main() -> int:
         "--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder of the steps' output"
     )
     parser.add_argument("--commit", help="of the tree, where it comes without its history")
+    parser.add_argument("--site", type=Path, help="of an installation to test, instead of building one")
     parser.add_argument("--quick", action="store_true", help="only the build and the tests marked gpu")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -161,7 +167,9 @@ def main() -> int:
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": args.commit or commit(),
-        "command": "python scripts/gpu_check.py" + (" --quick" if args.quick else ""),
+        "command": "python scripts/gpu_check.py"
+        + (" --quick" if args.quick else "")
+        + (" --site SITE" if args.site else ""),
         "machine": machine(),
         "complete": False,
         "steps": [],
@@ -172,7 +180,7 @@ def main() -> int:
         args.out.write_text(text + "\n")
 
     # After each step, so that what was found is kept when the time on the machine ends.
-    for step in steps(args.logs, args.quick):
+    for step in steps(args.logs, args.quick, args.site):
         result["steps"].append(asdict(step))
         print(f"{'ok  ' if step.passed else 'FAIL'} {step.name:<14} {step.seconds:7.1f} s  {step.summary}")
         write()
