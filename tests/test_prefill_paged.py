@@ -78,15 +78,18 @@ def test_long_sequences(q_len, head_dim, gpu):
     _check(gpu, cases.Paged("", (q_len, 300), q_len, 16, 1, 1, head_dim), "bfloat16")
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_few_queries_over_many_keys(head_dim, gpu):
-    """Keys cut into segments, of sequences that have one or several: the same bits alone, with a narrower table."""
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [*((d, 16) for d in HEAD_DIMS), (192, 56), (192, 112), (256, 40), (256, 80)]
+)
+def test_few_queries_over_many_keys(head_dim, block_size, gpu):
+    """Keys cut into segments, which may begin inside a block, of sequences that have one or several: the same bits
+    alone, with a narrower table."""
     lengths = (9001, 300, 4096, 0, 4097, 13000)
-    data, (out, lse) = _check(gpu, cases.Paged("", lengths, 40, 16, 4, 2, head_dim), "bfloat16")
+    data, (out, lse) = _check(gpu, cases.Paged("", lengths, 40, block_size, 4, 2, head_dim), "bfloat16")
     for b, length in enumerate(lengths):
         one = data._replace(
             q=data.q[[b]],
-            block_table=data.block_table[[b], : max(1, -(-length // 16))],
+            block_table=data.block_table[[b], : max(1, -(-length // block_size))],
             seq_lens=data.seq_lens[[b]],
         )
         compare.same_bits(calls.run_paged(gpu, one), (out[[b]], lse[[b]]), f"{length} keys alone")

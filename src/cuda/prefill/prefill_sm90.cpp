@@ -85,6 +85,9 @@ void launch_config(PrefillSm90Params& params, cudaStream_t stream) {
   params.clears_values = packed || paged || params.attend.split();
   if (paged) {
     key_box = std::gcd(Config::kKeys, static_cast<int>(p.block_size));
+    // A box lies within a block wherever its segment begins, which is at a multiple of the unit.
+    if (params.attend.split())
+      key_box = std::gcd(key_box, static_cast<int>(params.attend.cut.unit));
     params.page_rows = key_box;
     params.num_blocks = static_cast<std::int32_t>(p.num_blocks);
     params.block_size = Divisor(p.block_size);
