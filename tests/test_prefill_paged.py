@@ -95,6 +95,20 @@ def test_few_queries_over_many_keys(head_dim, block_size, gpu):
         compare.same_bits(calls.run_paged(gpu, one), (out[[b]], lse[[b]]), f"{length} keys alone")
 
 
+def test_few_queries_whatever_the_workspace(gpu):
+    """It says how many sequences go into a launch; one that does not hold any is refused."""
+    data = cases.Paged("", (9001, 300, 4096, 0, 13000), 40, 16, 4, 2, 128).make("bfloat16")
+    want = calls.run_paged(gpu, data)
+    compare.result_close(want, calls.want_paged(data), "bfloat16")
+    sequence = 40 * 4 * 4 * (128 + 2) * 4  # tokens, heads, segments of the table's keys, floats of a row
+    for nbytes in (sequence + 260, 2 * sequence + 512, 4 * sequence + 512):
+        got = calls.run_paged(gpu, data, workspace=ta.Workspace(gpu.device, nbytes))
+        compare.same_bits(got, want, f"{nbytes} bytes")
+    small = ta.Workspace(gpu.device, sequence + 259)
+    with pytest.raises(ValueError, match=rf"workspace: has {sequence + 259} .* at least {sequence + 260}$"):
+        calls.run_paged(gpu, data, workspace=small)
+
+
 def test_many_sequences(gpu):
     """More tiles than multiprocessors; all kinds of lengths."""
     rng = np.random.default_rng(0)

@@ -419,3 +419,28 @@ TEST(prefill_of_few_rows_is_cut_by_what_each_sequence_has) {
   CHECK(plan_of(1, kMaxSplitPrefillTokens, 100'000, 1).max_segments > 1);
   CHECK(plan_of(1, 100, 4000, 16).sequence_bytes == 0);
 }
+
+TEST(prefill_in_segments_fits_its_scratch) {
+  for (const std::int64_t tokens : {17, 128, 129, 500, 1024}) {
+    for (const std::int64_t heads : {1, 8, 32, 64}) {
+      for (const std::int64_t num_keys : {4097, 9000, 100'000, 1 << 28}) {
+        AttentionProblem p = dense(3, tokens, 256);
+        p.num_q_heads = p.num_kv_heads = heads;
+        p.dense_kv_len = num_keys;
+        const Plan plan = make_plan(p, kGpu, kBytes, 90);
+        CHECK(plan.kernel == Kernel::cuda_prefill_sm90);
+        CHECK(plan.sequence_bytes <= kMaxSequenceScratch);
+        CHECK(num_segments(num_keys, plan.cut) <= plan.max_segments);
+        // The kernel counts in 32 bits, combine_segments in 64.
+        const auto narrow = static_cast<std::int32_t>(num_keys);
+        CHECK(num_segments(narrow, plan.cut) == num_segments(num_keys, plan.cut));
+        CHECK(segment_keys(narrow, plan.cut) == segment_keys(num_keys, plan.cut));
+        CHECK(plan.seqs_per_launch * plan.sequence_bytes + flags_bytes(plan.seqs_per_launch) <=
+              kBytes);
+        const std::int64_t least = plan.sequence_bytes + kFlagBytes + kFlagAlignment;
+        CHECK(make_plan(p, kGpu, least, 90).seqs_per_launch == 1);
+        CHECK_THROWS(ValueError, make_plan(p, kGpu, least - 1, 90), "workspace", "needs at least");
+      }
+    }
+  }
+}
