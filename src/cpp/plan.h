@@ -28,7 +28,7 @@ enum class Kernel : std::uint8_t {
 const char* to_string(Kernel kernel);
 
 /// Up to this many query tokens of each sequence, a call is decode: few rows, keys cut into
-/// segments. More: prefill: many rows, each of which walks all its keys.
+/// segments. More: prefill: many rows, most of which walk all their keys.
 constexpr std::int64_t kMaxDecodeTokens = 16;
 /// Keys of the shortest segment of decode, and the unit that longer ones are rounded to.
 constexpr std::int64_t kSegmentKeys = 256;

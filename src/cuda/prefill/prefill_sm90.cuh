@@ -2,11 +2,12 @@
 // Prefill on Hopper: one block for each SM takes tiles of query rows until none is left.
 //
 // Of warpgroup 0, one thread finds work, two bring q and K with V into shared memory by TMA, and
-// one warp clears what packed values have behind their end; paged K and V take a warp each. The
-// other warpgroups are consumers: each owns 64 rows of the tile, with scores, weights and output in
-// registers. In step n a consumer issues the scores of key tile n and, behind them, the product of
-// tile n + 1's weights with its values; while that runs, it makes tile n's weights. Key tiles go
-// from the last to the first, so that masked ones come first. docs/kernels/forward.md draws it.
+// one warp clears values behind the end of a packed sequence or of a segment; paged K and V take a
+// warp each. The other warpgroups are consumers: each owns 64 rows of the tile, with scores,
+// weights and output in registers. In step n a consumer issues the scores of key tile n and, behind
+// them, the product of tile n + 1's weights with its values; while that runs, it makes tile n's
+// weights. Key tiles go from the last to the first, so that masked ones come first.
+// docs/kernels/forward.md draws it.
 #pragma once
 
 #include <cstdint>

@@ -86,12 +86,12 @@ struct PrefillSm90Params {
   std::int32_t num_blocks = 0;  ///< of the pool
   Divisor block_size;
 
-  /// What lies behind a sequence's last value is in reach, and may be anything.
+  /// What lies behind the last value of a sequence or segment is in reach, and may be anything.
   bool clears_values = false;
 
   // Tiles of rows. Packed q: the device knows how many there are.
   std::int32_t num_tiles = 0;
-  std::int32_t tiles_per_head = 0;  ///< for each segment of keys
+  std::int32_t tiles_per_head = 0;  ///< once for each segment of keys
   std::int32_t section_heads = 0;   ///< heads whose tiles go together
 
   std::int32_t window_left = 0;

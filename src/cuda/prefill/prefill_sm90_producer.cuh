@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup 0 of the Hopper prefill kernel: one thread finds work, two load it, and one warp clears
-// what packed values have behind their end. prefill_sm90_pages.cuh loads paged K and V.
+// values behind the end of a packed sequence or of a segment. prefill_sm90_pages.cuh loads paged K
+// and V.
 #pragma once
 
 #include <cstdint>
@@ -137,10 +138,10 @@ __device__ __forceinline__ void load_all_keys(const PrefillSm90Params& params,
   }
 }
 
-/// A warp: values of a tile past the sequence's last key are another's or garbage, and 0 * NaN
-/// would let them in. Clears them once they are there, then says that the tile is full. (Consumers
-/// could do so, but a branch there makes ptxas forget that places in rings, and with them the
-/// descriptors of matrix products, are the same for all threads.)
+/// A warp: values of a tile past the last key are another's or garbage, and 0 * NaN would let them
+/// in. Clears them once they are there, then says that the tile is full. (Consumers could do so,
+/// but a branch there makes ptxas forget that places in rings, and with them the descriptors of
+/// matrix products, are the same for all threads.)
 template <typename Config>
 class TailClearer {
  public:
@@ -168,7 +169,7 @@ class TailClearer {
   unsigned parities_ = 0;  ///< a bit for each stage
 };
 
-/// One warp, for packed KV.
+/// One warp, for packed KV and for segments of dense KV.
 template <typename Config>
 __device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
   RingPlace<Config::kStages> values;

@@ -3,7 +3,8 @@
 // rows see.
 //
 // Keys are counted from the first one that any token of the sequence sees, and cut into tiles from
-// there: what lies before is never read. So a row's bits depend on its own sequence alone.
+// there: what lies before is never read. So a row's bits depend on its own sequence alone. Where a
+// sequence is cut into segments, "the keys" of a tile of rows are those of one segment.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ namespace tiledattn::cuda {
 struct WorkTile {
   static constexpr std::int32_t kNone = -1;   ///< no more work
   static constexpr std::int32_t kPause = -2;  ///< perhaps no more: nothing to do here
-  static constexpr std::int32_t kWhole = -1;
+  static constexpr std::int32_t kWhole = -1;  ///< not cut into segments
 
   std::int32_t head = kNone;  ///< of q, or what there is instead
   std::int32_t kv_head = 0;
@@ -28,7 +29,7 @@ struct WorkTile {
   std::int32_t q_row = 0;     ///< of the first row in q, out and lse
   std::int32_t num_rows = 0;  ///< of the sequence from there on; may be more than the tile's
   std::int32_t key_row = 0;   ///< of key 0 in K and V
-  std::int32_t num_keys = 0;  ///< of the sequence
+  std::int32_t num_keys = 0;  ///< of the sequence or segment
   /// Row r of the tile sees keys max(0, see_begin + r) .. min(num_keys, see_end + r) - 1.
   std::int32_t see_begin = 0;
   std::int32_t see_end = 0;
@@ -41,7 +42,7 @@ struct WorkTile {
   /// The second time around, for rows with huge scores: no step takes the short way.
   bool again = false;
   std::int32_t segment = kWhole;  ///< of the sequence's keys: the rows' results are partial
-  bool needs_clearing = false;    ///< the last tile of keys reaches beyond the sequence's values
+  bool needs_clearing = false;    ///< the last tile of keys reaches beyond values that count
 
   __device__ bool none() const { return head == kNone; }
   __device__ bool pause() const { return head == kPause; }
@@ -64,7 +65,7 @@ struct WorkTile {
   }
 };
 
-/// Keys begin .. end - 1 of a sequence's kv_len.
+/// Keys begin .. end - 1 of the kv_len that a sequence has.
 struct KeySpan {
   std::int32_t kv_len = 0;
   std::int32_t begin = 0;
