@@ -322,6 +322,16 @@ def test_an_error_does_not_outlive_its_call(device):
     assert [error() for error in raised if error() is not None] == []
 
 
+@pytest.fixture
+def quick_collections():
+    """Only objects that come from here on are looked at: not those of every library that is loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collections")
 def test_collecting_garbage_takes_nothing_that_a_call_uses(device):
     data, source, streaming, sequences = small(device)
     want = tiles_by_hand(device, data, TILE, 5)
