@@ -29,13 +29,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-/// a / b within 2 ulp, whatever they are. No branch, so that several divisions run at once.
-__device__ __forceinline__ float divide_fast(float a, float b) {
-  float quotient;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
-  return quotient;
-}
-
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2)
@@ -96,7 +89,7 @@ struct RowResult {
     lse = __fadd_rn(m, logf(sum));
   }
   __device__ float value(float o) const {
-    return sum == 0.0f ? 0.0f : divide_fast(__fmul_rn(o, scale), sum);
+    return sum == 0.0f ? 0.0f : __fdiv_rn(__fmul_rn(o, scale), sum);
   }
 };
 
