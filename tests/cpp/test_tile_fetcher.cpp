@@ -6,7 +6,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <numeric>
 
+#include "stream/block_runs.h"
 #include "stream/tile_fetcher.h"
 #include "stream_case.h"
 
@@ -95,7 +97,7 @@ LateEvent& late(const StreamEvent& event) {
 }
 
 /// What a GPU does, by threads.
-class LateCopyQueue final : public CopyQueue {
+class LateCopyQueue : public CopyQueue {
  public:
   explicit LateCopyQueue(std::chrono::microseconds delay) : copies_(delay) {}
 
@@ -137,6 +139,37 @@ class LateCopyQueue final : public CopyQueue {
  private:
   mutable LateStream copies_;
   Stream stream_ = handle_of(copies_);
+};
+
+/// Copies nothing, but counts.
+class CountingQueue final : public LateCopyQueue {
+ public:
+  explicit CountingQueue(std::vector<std::size_t>& sizes)
+      : LateCopyQueue(std::chrono::microseconds(0)), sizes_(sizes) {}
+  void copy(const std::vector<CopyPiece>& pieces) const override {
+    sizes_.push_back(pieces.size());
+  }
+
+ private:
+  std::vector<std::size_t>& sizes_;
+};
+
+/// Pools of another device, which nothing here reads.
+class FarSource final : public TileSource {
+ public:
+  explicit FarSource(const TileSizes& sizes)
+      : geometry_(TileGeometry::packed(sizes, BlockLayout::nhd)) {}
+  std::string name() const override { return "far"; }
+  TileGeometry describe() const override { return geometry_; }
+  std::optional<TilePools> pools() const override {
+    char* const planes[2] = {bytes_.get(), nullptr};
+    return pools_at(geometry_, planes, geometry_.sizes.num_blocks, {DeviceKind::cuda, 0});
+  }
+
+ private:
+  TileGeometry geometry_;
+  std::unique_ptr<char[]> bytes_ = std::make_unique_for_overwrite<char[]>(
+      static_cast<std::size_t>(geometry_.sizes.num_blocks * geometry_.block_bytes()));
 };
 
 /// All launches of a case through a fetcher, with kernels on a stream of their own. The results, or
@@ -239,4 +272,31 @@ TEST(leases_last_until_the_kernel_that_reads_in_place_has_ended) {
   closed.unlock();
   fetcher.release(slot);
   CHECK(pool.evict(blocks.data(), 2).size() == 2);
+}
+
+TEST(many_small_pieces_are_copied_a_thousand_at_a_time) {
+  constexpr std::int64_t kBlocks = 40000;
+  const auto source = std::make_shared<FarSource>(TileSizes{kBlocks, 1, 1, 8, 8, DType::float32});
+  auto sequence = std::make_shared<StreamSequence>();
+  sequence->length = kBlocks;
+  std::vector<std::int64_t> blocks;
+  for (std::int64_t i = kBlocks; i-- > 0;) blocks.push_back(i);  // no two are neighbours
+  sequence->parts = {{source, blocks, 0}};
+  TiledAttentionDims dims;
+  dims.max_seqs = dims.num_q_heads = dims.num_kv_heads = dims.block_size = 1;
+  dims.head_dim = 8;
+  dims.tile_capacity = kBlocks;
+  StreamOptions options;
+  options.num_slots = 2;
+  options.scratch_bytes = 2 * (kBlocks * source->describe().block_bytes() + 256);
+  std::vector<std::size_t> sizes;
+  TileFetcher fetcher(dims, kCpu, options, std::make_unique<CountingQueue>(sizes));
+  StreamRequest request{{sequence}, 1, {kBlocks - 1}};
+  const std::vector<TileLaunch> launches = plan_stream(
+      request, dims, {}, false, [&](const TileSource& x) { return fetcher.capacity(x); });
+  CHECK(launches.size() == 1);
+  fetcher.begin(fetcher.slots()[0], launches[0], request);
+  CHECK(sizes.size() == (kBlocks + 1023) / 1024);
+  CHECK(std::accumulate(sizes.begin(), sizes.end(), std::size_t{0}) == kBlocks + 1);  // the table
+  fetcher.drain();
 }

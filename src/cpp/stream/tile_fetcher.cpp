@@ -324,7 +324,7 @@ void TileFetcher::put_on_queue(TileSlot& slot) {
     queue_->copy(part);
     part.clear();
     slot.copied_bytes += std::exchange(part_bytes, 0);
-    enough *= kGrowth;
+    enough = std::min(enough * kGrowth, slot_bytes_);  // else many parts take it past 64 bits
   };
   for_each_copy(slot, [&](const CopyPiece& piece) {
     part.push_back(piece);
