@@ -282,7 +282,7 @@ def test_sources_that_hold_who_prefetches_from_them_go_away(device, kept):
     source.streaming, source.sequences = streaming, sequences_of(data, source)
 
     def before_read(blocks):
-        go.wait()
+        go.wait(60)  # not for ever, or the process of a test that fails never ends
         if kept == "errors":
             raise GoneError("the disk")  # its traceback holds the source
 
