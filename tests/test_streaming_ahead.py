@@ -51,6 +51,26 @@ def test_prefetch(device, kind):
     compare.same_bits(attend(device, streaming, data, sequences), want)
 
 
+def test_the_garbage_collector_is_told_of_each_reference_once(cpu):
+    """Told of one more than there is, it would take what somebody else still uses."""
+    data, source, streaming, sequences = small(cpu, num_slots=4)
+    compiled, error = sequences[0]._compiled, GoneError("the disk")
+    source.before_read = fail_at(data.block_table[0][0], error)
+    before = sys.getrefcount(compiled), sys.getrefcount(error)
+    # A sequence in several calls, and several times in one; one error for several tiles.
+    for _ in range(3):
+        assert streaming.prefetch([sequences[0], sequences[1], sequences[0]])
+    deadline = time.monotonic() + 60
+    while not any(kept is compiled for kept in gc.get_referents(streaming._core)):  # it is reading
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    told = gc.get_referents(streaming._core)
+    counts = [sum(kept is thing for kept in told) for thing in (compiled, error)]
+    del told
+    assert counts == [sys.getrefcount(compiled) - before[0], sys.getrefcount(error) - before[1]]
+    assert min(counts) > 1
+
+
 def test_an_error_in_a_prefetch_is_raised_by_its_call(device):
     data, source, streaming, sequences = small(device)
     source.before_read = fail_at(data.block_table[0][0], GoneError("early"))
