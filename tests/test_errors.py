@@ -121,7 +121,7 @@ FLASH_BAD = {
         (_f(2, 3, 4, 8),) * 3,
         {"out": _f(2, 3, 4, 8).astype(np.float16)},
         TypeError,
-        ["out", "float16"],
+        ["out: dtype is float16; expected float32 like q"],
     ),
     "lse_shape": ((_f(2, 3, 4, 8),) * 3, {"lse": _f(2, 4, 3)}, ValueError, ["lse"]),
     "lse_type": (

@@ -213,8 +213,9 @@ void check_num_heads(const char* q, const char* k, std::int64_t num_q_heads,
 
 void check_output(const Tensor& out, DType q_dtype, Device device, const char* owner) {
   if (out.dtype != q_dtype && out.dtype != DType::float32) {
+    const bool float32_q = q_dtype == DType::float32;
     throw TypeError("out: dtype is " + to_string(out.dtype) + "; expected " + to_string(q_dtype) +
-                    " like q, or float32");
+                    " like q" + (float32_q ? "" : ", or float32"));
   }
   check_device("out", out, device, owner);
   check_writable_layout("out", out);
