@@ -95,8 +95,28 @@ def test_a_count_that_is_not_the_buffers_is_an_error(device, by):
 def test_a_read_returns_a_number_of_bytes(cpu, result):
     data, source, streaming, sequences = small(cpu)
     source.read = lambda blocks, buffer: result
-    with pytest.raises(ta.TileError, match="not the number of bytes"):
+    wanted = rf"bytes, got {type(result).__name__} from read\(\), not the number of bytes"
+    with pytest.raises(ta.TileError, match=wanted):
         attend(cpu, streaming, data, sequences)
+
+
+def _sort(blocks):
+    blocks.sort()
+
+
+def _offset(blocks):
+    blocks -= 1
+
+
+@pytest.mark.parametrize("method", ["before_read", "pin"])
+@pytest.mark.parametrize("change", [_sort, _offset])
+def test_a_source_cannot_change_which_blocks_are_asked_for(device, method, change):
+    """Its rows would hold other blocks than attention takes them for: silently wrong."""
+    data = LONG.make("float32")
+    source = make_source("read", device, data)
+    setattr(source, method, change)
+    with pytest.raises(ta.TileError, match="got ValueError: .*read-only"):
+        attend(device, make_streaming(device, data), data, sequences_of(data, source))
 
 
 @pytest.mark.parametrize("kind", ["raises", "short"])

@@ -147,9 +147,9 @@ class TileSource(Protocol):
         Parameters
         ----------
         blocks
-            ``[n]`` int64: block ids.
+            ``[n]`` int64: block ids; not writable.
         buffer
-            ``[n, block_bytes]`` uint8, to be written.
+            ``[n, block_bytes]`` uint8, to be written: row ``i`` is of ``blocks[i]``.
 
         Returns
         -------

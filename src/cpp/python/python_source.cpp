@@ -33,11 +33,13 @@ std::string summary(const nb::python_error& error) {
   }
 }
 
+/// Not writable: blocks[i] belongs to row i of the buffer, so a source that sorts them in place, or
+/// counts them from elsewhere, would fill rows with what is not theirs.
 nb::object block_array(const std::int64_t* blocks, std::int64_t count) {
   auto* const copy = new std::int64_t[static_cast<std::size_t>(count)];
   const nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<std::int64_t*>(p); });
   std::memcpy(copy, blocks, static_cast<std::size_t>(count) * sizeof(std::int64_t));
-  return nb::cast(nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(
+  return nb::cast(nb::ndarray<nb::numpy, const std::int64_t, nb::ndim<1>>(
       copy, {static_cast<std::size_t>(count)}, owner));
 }
 
@@ -84,8 +86,8 @@ std::int64_t PythonSource::read(const TileRead& request) {
         numpy_bytes(request.data, request.count, request.bytes / request.count, request.owner);
     const nb::object filled = object_.attr("read")(blocks, buffer);
     if (!PyIndex_Check(filled.ptr()) || PyBool_Check(filled.ptr())) {
-      throw TypeError("read() returned " + type_name_of(filled) +
-                      ", not the number of bytes that it filled");
+      throw TypeError(type_name_of(filled) +
+                      " from read(), not the number of bytes that it filled");
     }
     return integer_arg(filled, "the result of read()");
   } catch (const nb::python_error& error) {
