@@ -59,11 +59,26 @@ def test_readme_has_examples_for_numpy():
 OUT_OF_CORE = ROOT / "docs" / "out-of-core.md"
 
 
+def out_of_core_blocks():
+    return re.findall(r"```python\n(.*?)```", OUT_OF_CORE.read_text(), re.DOTALL)
+
+
+@pytest.mark.skipif(not OUT_OF_CORE.exists(), reason="a source distribution has no docs")
+def test_the_page_on_larger_kv_runs_as_it_stands(tmp_path):
+    blocks = out_of_core_blocks()
+    assert len(blocks) == 4
+    check = "\nassert out.shape == (1, 32, 128) and not out.any() and result.complete"
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks) + check)
+    processes.run(f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path({str(script)!r})")
+
+
 @pytest.mark.skipif(not OUT_OF_CORE.exists(), reason="a source distribution has no docs")
 def test_fetching_ahead_as_documented():
     """Each layer is asked for once, one layer ahead of its use, and nothing that was fetched is dropped."""
-    text = OUT_OF_CORE.read_text()
-    block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "attn.prefetch(" in b)
+    block = next(b for b in out_of_core_blocks() if "attn.prefetch(" in b)
+    setup, loop = block.split("\n\n", 1)
+    assert setup.startswith("layers = ")
     dims = ta.TiledAttentionDims(
         max_seqs=1, num_q_heads=2, num_kv_heads=1, head_dim=8, block_size=4, tile_capacity=2
     )
@@ -83,9 +98,9 @@ def test_fetching_ahead_as_documented():
             buffer[:] = self.cache[blocks].reshape(len(blocks), -1).view(np.uint8)
             return buffer.nbytes
 
-    sequences = [[ta.StreamSequence(40, ta.KvPart(Layer(n), range(10)))] for n in range(4)]
+    layers = [[ta.StreamSequence(40, ta.KvPart(Layer(n), range(10)))] for n in range(4)]
     attn = ta.StreamingAttention(dims, scratch_bytes=1 << 14, device="cpu", num_readers=1)
-    exec(block, {"attn": attn, "q": np.ones((1, 2, 8), np.float32), "sequences": sequences, "num_layers": 4})
+    exec(loop, {"attn": attn, "q": np.ones((1, 2, 8), np.float32), "layers": layers})
     assert read == sorted(read)
     assert set(read) == {0, 1, 2, 3}
     assert attn.stats.prefetched_launches > 0

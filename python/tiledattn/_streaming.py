@@ -85,7 +85,7 @@ class StreamingAttention:
     num_slots
         Parts of the scratch: one is in use, the others are being fetched.
     num_readers
-        Threads that call `TileSource.read`.
+        Threads that call `TileSource.read`. Of one sequence at most ``num_slots`` reads are under way at once.
     softmax_scale, softcap, window, sinks
         As for `TiledAttention`.
     poison_scratch
@@ -255,8 +255,8 @@ class StreamingAttention:
         """Begin to fetch what a later `attend` needs, such as the next layer's KV; returns at once.
 
         The blocks must have their contents now, and keep them: work that a GPU stream has yet to do on them
-        is not waited for. Calls of `attend` come in the order of their `prefetch`; one to other sequences
-        drops what was prefetched.
+        is not waited for. Only what the ring has free slots for is fetched ahead. Calls of `attend` come in the
+        order of their `prefetch`; one to other sequences, or one that raises, drops what was prefetched.
 
         Parameters
         ----------
