@@ -115,7 +115,7 @@ def test_a_source_cannot_change_which_blocks_are_asked_for(device, method, chang
     data = LONG.make("float32")
     source = make_source("read", device, data)
     setattr(source, method, change)
-    with pytest.raises(ta.TileError, match="got ValueError: .*read-only"):
+    with pytest.raises(ta.TileError, match=r"got ValueError: .*read-only"):
         attend(device, make_streaming(device, data), data, sequences_of(data, source))
 
 
