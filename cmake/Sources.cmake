@@ -35,14 +35,17 @@ set(tiledattn_core_sources
     src/cpp/one_shot.cpp
     src/cpp/plan.cpp
     src/cpp/state.cpp
+    src/cpp/stream/attend_checks.cpp
     src/cpp/stream/block_leases.cpp
     src/cpp/stream/block_runs.cpp
     src/cpp/stream/host_copy_queue.cpp
+    src/cpp/stream/launch_queue.cpp
     src/cpp/stream/pool_source.cpp
     src/cpp/stream/read_threads.cpp
     src/cpp/stream/stream_plan.cpp
     src/cpp/stream/streaming_attention.cpp
     src/cpp/stream/tile_fetcher.cpp
+    src/cpp/stream/tile_slot.cpp
     src/cpp/stream/tile_source.cpp
     src/cpp/stream/tile_table.cpp
     src/cpp/tensor.cpp

@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "stream/stopwatch.h"
+
 namespace tiledattn {
 
 void ReadBatch::complete(std::size_t index, ReadOutcome outcome, double seconds) {
@@ -117,7 +119,7 @@ void ReadThreads::Crew::work() {
       job = std::move(jobs.front());
       jobs.pop_front();
     }
-    const auto begin = std::chrono::steady_clock::now();
+    const Stopwatch reading;
     ReadOutcome outcome;
     try {
       outcome.bytes =
@@ -126,10 +128,10 @@ void ReadThreads::Crew::work() {
     } catch (...) {
       outcome.error = std::current_exception();
     }
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    const double seconds = reading.seconds();
     // The source goes before anybody learns that the request is done.
     job.source.reset();
-    job.batch->complete(job.index, std::move(outcome), took.count());
+    job.batch->complete(job.index, std::move(outcome), seconds);
   }
 }
 

@@ -5,21 +5,18 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <deque>
 #include <mutex>
 #include <set>
 #include <thread>
 #include <utility>
 
 #include "backend.h"
-#include "check_apart.h"
 #include "check_tensor.h"
-#include "checks.h"
-#include "stream/block_runs.h"
+#include "stream/attend_checks.h"
 #include "stream/call_lock.h"
+#include "stream/launch_queue.h"
+#include "stream/stopwatch.h"
 #include "stream/stream_plan.h"
 #include "stream/tile_fetcher.h"
 
@@ -27,23 +24,9 @@ namespace tiledattn {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 /// Of tiles that the CPU reads in place: many times what the threads take to meet, and few enough
 /// for cancel() to be heard.
 constexpr std::int64_t kJoinedBytes = std::int64_t{256} << 20;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-/// What one attend() fetches.
-struct Job {
-  StreamRequest request;
-  std::vector<TileLaunch> launches;
-  std::size_t next = 0;  // the first launch that is not begun
-  bool failed = false;   // a launch could not be begun ahead: its own attend() finds out why
-};
 
 void add(TierStats& to, const TierStats& more) {
   to.tiles += more.tiles;
@@ -83,7 +66,7 @@ struct StreamingAttention::Impl {
 
   ~Impl() {
     try {
-      drop_all();
+      queue.drop_all();
     } catch (...) {  // a device that has failed: there is nothing left to wait for
     }
   }
@@ -103,7 +86,7 @@ struct StreamingAttention::Impl {
     std::unique_lock<CallLock> turn(call_lock);
     if (!here()) {
       for (TileSlot& slot : fetcher.slots()) fetcher.abandon_reads(slot);
-      drop_all();
+      queue.drop_all();
       process = getpid();
     }
     return turn;
@@ -116,14 +99,14 @@ struct StreamingAttention::Impl {
     return window.bounded() || q_len > 1 || !q_positions.empty();
   }
 
-  std::shared_ptr<Job> make_job(StreamRequest request, bool causal) {
+  std::shared_ptr<FetchJob> make_job(StreamRequest request, bool causal) {
     std::set<const void*> seen;
     for (const auto& sequence : request.sequences) {
       for (const KvPart& part : sequence->parts) {
         if (seen.insert(part.source->key()).second) fetcher.prepare(*part.source);
       }
     }
-    auto job = std::make_shared<Job>();
+    auto job = std::make_shared<FetchJob>();
     job->request = std::move(request);
     job->launches = plan_stream(job->request, dims, window, causal,
                                 [&](const TileSource& source) { return fetcher.capacity(source); });
@@ -136,68 +119,12 @@ struct StreamingAttention::Impl {
     return job;
   }
 
-  TileSlot& slot_of(std::int64_t launch) {
-    return fetcher.slots()[static_cast<std::size_t>(launch % stream_options.num_slots)];
-  }
-
-  /// The first launch of all jobs that is not begun yet.
-  Job* next_job() const {
-    for (const auto& job : jobs) {
-      if (job->failed) return nullptr;
-      if (job->next < job->launches.size()) return job.get();
-    }
-    return nullptr;
-  }
-
-  /// What goes wrong for a later call is not this call's error, unless it was to end this one.
-  bool begin_launch(TileSlot& slot, Job& job, bool ahead) {
-    try {
-      fetcher.begin(slot, job.launches[job.next], job.request);
-      return true;
-    } catch (const CancelledError&) {
-      job.failed = true;
-      throw;
-    } catch (...) {
-      if (!ahead && &job == jobs.front().get()) throw;
-      job.failed = true;
-      return false;
-    }
-  }
-
-  /// Begin launches while there are slots for them; the first one even if that means to wait.
-  void fill(bool wait_for_first, bool ahead) {
-    const Clock::time_point begin = Clock::now();
-    for (std::int64_t i = taken; i < begun; ++i) fetcher.advance(slot_of(i));
-    while (begun - taken < stream_options.num_slots) {
-      Job* const job = next_job();
-      TileSlot& slot = slot_of(begun);
-      if (!job || (!wait_for_first && !fetcher.reusable(slot))) break;
-      wait_for_first = false;
-      if (!begin_launch(slot, *job, ahead)) break;
-      if (ahead || job != jobs.front().get()) stats.prefetched_launches += slot.launch->num_rounds;
-      ++job->next;
-      ++begun;
-    }
-    if (!ahead) stats.stall_seconds += seconds_since(begin);
-  }
-
-  /// Forget all jobs; what is under way for them is waited for.
-  void drop_all() {
-    for (std::int64_t i = taken; i < begun; ++i)
-      stats.dropped_launches += slot_of(i).launch->num_rounds;
-    fetcher.drain();
-    taken = begun;
-    jobs.clear();
-  }
-
   /// The job of an attend(): prefetched, or new, when everything that was prefetched is dropped.
-  std::shared_ptr<Job> take_job(StreamRequest request, bool causal) {
-    const bool prefetched =
-        !jobs.empty() && !jobs.front()->failed && same_request(jobs.front()->request, request);
-    if (prefetched) return jobs.front();
-    std::shared_ptr<Job> job = make_job(std::move(request), causal);
-    drop_all();
-    jobs.push_back(job);
+  std::shared_ptr<FetchJob> take_job(StreamRequest request, bool causal) {
+    if (auto job = queue.prefetched(request)) return job;
+    std::shared_ptr<FetchJob> job = make_job(std::move(request), causal);
+    queue.drop_all();
+    queue.add(job);
     return job;
   }
 
@@ -219,75 +146,15 @@ struct StreamingAttention::Impl {
     if (!phase.compare_exchange_strong(expected, Phase::writing)) refuse_cancelled();
   }
 
-  /// Check q, out and lse as the calls at the end will; returns the query tokens of a sequence.
-  std::int64_t check_arrays(const AttendArgs& args) const {
-    const auto num_seqs = static_cast<std::int64_t>(args.sequences.size());
-    if ((args.q.rank == 3 || args.q.rank == 4) && args.q.shape[0] != num_seqs) {
-      refuse("q", std::to_string(args.q.shape[0]) + " sequences",
-             std::to_string(num_seqs) + " like sequences");
-    }
-    std::int64_t somewhere = 0;  // no element of the empty arrays here is ever read
-    char* const planes[2] = {reinterpret_cast<char*>(&somewhere), nullptr};
-    const TileSizes sizes{
-        1, dims.block_size, dims.num_kv_heads, dims.head_dim, dims.value_dim(), DType::float32};
-    const TilePools pools =
-        pools_at(TileGeometry::packed(sizes, BlockLayout::nhd), planes, 0, device);
-    TileArgs tile;
-    tile.q = args.q;
-    tile.k_pool = pools.k;
-    tile.v_pool = pools.v;
-    tile.k_pool.dtype = tile.v_pool.dtype = args.q.dtype;
-    TileTable table;
-    table.device = &somewhere;
-    table.num_seqs = num_seqs;
-    table.give(tile, 0, device, false);
-    const StepShape step{num_seqs, false, 0, DType::float32};
-    const AttentionProblem problem = check_step_tile(dims, {}, device, step, tile);
-    const bool has_tokens = args.q.rank == 4;
-    check_finalize(dims, device, {num_seqs, true, problem.q_len, problem.q.dtype, has_tokens},
-                   args.out, args.lse);
-    check_results_apart(args.out, args.lse, [&](const Written& written) {
-      written.check_apart_or_same("q", args.q);
-      const TileSource* checked = nullptr;
-      for (const auto& sequence : args.sequences) {
-        for (const KvPart& part : sequence->parts) {
-          if (part.source.get() == checked) continue;  // most parts have the source of the last
-          checked = part.source.get();
-          const std::optional<TilePools> of_source = part.source->pools();
-          if (!of_source) continue;
-          written.check_apart("the pools of sequences", of_source->k);
-          written.check_apart("the pools of sequences", of_source->v);
-        }
-      }
-    });
-    return problem.q_len;
-  }
-
-  void check_dtype(const KvPart& part, DType dtype) const {
-    const DType got = part.source->describe().sizes.dtype;
-    if (got == dtype || is_quantized(got)) return;
-    throw TypeError("sequences: source '" + part.source->name() + "' holds " + to_string(got) +
-                    "; expected " + to_string(dtype) + " like q, or float8_e4m3fn or int8");
-  }
-
   /// All refusals. Nothing that is under way changes.
   StreamRequest check(const AttendArgs& args, const Stream& stream) const {
-    check_sequences(args.sequences, dims);
-    const std::int64_t q_len = check_arrays(args);
-    for (const auto& sequence : args.sequences) {
-      for (const KvPart& part : sequence->parts) check_dtype(part, args.q.dtype);
-    }
-    const auto num_seqs = static_cast<std::int64_t>(args.sequences.size());
-    if (args.state && args.state->num_seqs() != num_seqs) {
-      refuse("state", std::to_string(args.state->num_seqs()) + " sequences",
-             std::to_string(num_seqs) + " like sequences");
-    }
+    StreamRequest request = check_attend(dims, device, args);
     if (backend.capture_id(device.index, stream) != 0) {
       throw ValueError(
           "stream: is in a graph capture; StreamingAttention waits for its sources and cannot be "
           "captured");
     }
-    return {args.sequences, q_len, check_q_positions(args.sequences, q_len, args.q_positions)};
+    return request;
   }
 
   void wait_for_reads(const ReadBatch& reads, const AttendArgs& args) {
@@ -297,10 +164,10 @@ struct StreamingAttention::Impl {
   /// Fold the next launch; with OnTileError::partial as far as its tiles are there.
   void fold(const AttendArgs& args, bool with_positions, const Stream& stream, AttendResult& result,
             std::vector<TilePiece>& failed) {
-    TileSlot& slot = slot_of(taken);
-    const Clock::time_point begin = Clock::now();
+    TileSlot& slot = queue.front();
+    const Stopwatch waiting;
     fetcher.arrive(slot, stream, [&](const ReadBatch& reads) { wait_for_reads(reads, args); });
-    stats.stall_seconds += seconds_since(begin);
+    stats.stall_seconds += waiting.seconds();
     for (std::size_t i = 0; i < slot.failures.size(); ++i) {
       if (!slot.failures[i]) continue;
       // Made anew: a copy shares its text with the slot's, which the next call of any thread
@@ -318,7 +185,7 @@ struct StreamingAttention::Impl {
     }
     work.step_tiles(tiles, stream);
     fetcher.consumed(slot, stream);
-    ++taken;
+    queue.take_front();
     stats.launches += num_rounds;
   }
 
@@ -338,14 +205,12 @@ struct StreamingAttention::Impl {
   AttendResult run(const AttendArgs& args, StreamRequest request, const Stream& stream) {
     const bool with_positions = needs_positions(request.q_len, args.q_positions);
     start(args, stream);
-    const std::shared_ptr<Job> job = take_job(std::move(request), with_positions);
+    const std::shared_ptr<FetchJob> job = take_job(std::move(request), with_positions);
     AttendResult result;
     std::vector<TilePiece> failed;
-    const std::int64_t first = taken;
-    const auto end = first + static_cast<std::int64_t>(job->launches.size());
-    while (taken < end) {
+    for (std::size_t launch = 0; launch < job->launches.size(); ++launch) {
       stop_if_asked(args);
-      fill(begun == taken, false);
+      queue.fill(queue.empty(), false);
       fold(args, with_positions, stream, result, failed);
     }
     begin_result();
@@ -353,20 +218,8 @@ struct StreamingAttention::Impl {
     if (!result.complete) result.missing = missing_sequences(args.sequences, failed);
     if (args.return_state || !result.complete) result.state = work.state(launch_stream(stream));
     if (result.complete) work.finalize(args.out, args.lse, launch_stream(stream));
-    finish(first, end);
-    jobs.pop_front();
+    queue.finish_first_job();
     return result;
-  }
-
-  /// Wait until no source is read any more, and go on with the next job meanwhile.
-  void finish(std::int64_t first, std::int64_t end) {
-    for (std::int64_t i = std::max(first, end - stream_options.num_slots); i < end; ++i) {
-      // The slot may have been given to the next job by now.
-      const Clock::time_point begin = Clock::now();
-      if (begun <= i + stream_options.num_slots) fetcher.release(slot_of(i));
-      stats.stall_seconds += seconds_since(begin);
-      fill(false, false);
-    }
   }
 
   std::optional<Stream> launch_stream(const Stream& stream) const {
@@ -404,13 +257,11 @@ struct StreamingAttention::Impl {
   TileFetcher fetcher;
   TiledAttention work;  // its state is private until every tile is in
 
-  CallLock call_lock;                     // for all down to stats
+  CallLock call_lock;                     // for all down to queue
   std::atomic<pid_t> process = getpid();  // whose threads and calls there are
-  std::deque<std::shared_ptr<Job>> jobs;  // the one attended to, then what is prefetched
-  std::int64_t begun = 0;                 // launches that have got a slot, since the beginning
-  std::int64_t taken = 0;                 // of these, launches that are folded or dropped
   std::optional<Stream> last_stream;
   StreamStats stats;  // of the call under way
+  LaunchQueue queue{fetcher, stats};
 
   enum class Phase : std::uint8_t { idle, running, cancelled, writing };
   std::atomic<Phase> phase = Phase::idle;  // of attend
@@ -455,16 +306,16 @@ AttendResult StreamingAttention::attend(const AttendArgs& args, Stream stream) {
   const auto turn = self.enter();
   StreamRequest request = self.check(args, stream);
   const Running running(self);
-  const Clock::time_point begin = Clock::now();
+  const Stopwatch whole;
   try {
     AttendResult result = self.run(args, std::move(request), stream);
     ++self.stats.calls;
-    self.stats.seconds += seconds_since(begin);
+    self.stats.seconds += whole.seconds();
     self.publish_stats();
     return result;
   } catch (...) {
-    if (self.here()) self.drop_all();
-    self.stats.seconds += seconds_since(begin);
+    if (self.here()) self.queue.drop_all();
+    self.stats.seconds += whole.seconds();
     self.publish_stats();
     throw;
   }
@@ -480,9 +331,9 @@ bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t
   }
   check_sequences(sequences, self.dims);
   StreamRequest request{sequences, q_len, check_q_positions(sequences, q_len, q_positions)};
-  if (static_cast<std::int64_t>(self.jobs.size()) >= self.stream_options.num_slots) return false;
-  self.jobs.push_back(self.make_job(std::move(request), self.needs_positions(q_len, q_positions)));
-  self.fill(false, true);
+  if (self.queue.full()) return false;
+  self.queue.add(self.make_job(std::move(request), self.needs_positions(q_len, q_positions)));
+  self.queue.fill(false, true);
   self.publish_stats();
   return true;
 }
@@ -490,14 +341,14 @@ bool StreamingAttention::prefetch(const StreamSequences& sequences, std::int64_t
 void StreamingAttention::discard() {
   if (!impl_->here()) return;
   const auto turn = impl_->enter();
-  impl_->drop_all();
+  impl_->queue.drop_all();
   impl_->publish_stats();
 }
 
 Prefetched StreamingAttention::prefetched() const {
   Prefetched kept;
   if (!impl_->here() || impl_->fetcher.reading()) return kept;
-  for (const std::shared_ptr<Job>& job : impl_->jobs) {
+  for (const std::shared_ptr<FetchJob>& job : impl_->queue.jobs()) {
     const StreamSequences& sequences = job->request.sequences;
     kept.sequences.insert(kept.sequences.end(), sequences.begin(), sequences.end());
   }

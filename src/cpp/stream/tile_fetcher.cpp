@@ -7,13 +7,10 @@
 #include <utility>
 
 #include "check_tensor.h"
-#include "stream/block_runs.h"
 
 namespace tiledattn {
 
 namespace {
-
-constexpr std::int64_t kAlignment = 256;
 
 /// Tables of up to so many bytes go to the GPU with a launch of their own: a small copy would hold
 /// the tiles' copies up.
@@ -23,10 +20,6 @@ constexpr std::int64_t kMostWritten = std::int64_t{64} << 10;
 /// No power of two, so that it is not the same tile of every call.
 constexpr std::int64_t kTimedTransfers = 15;
 
-std::int64_t aligned(std::int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
 StreamOptions checked(const StreamOptions& options) {
   if (options.num_slots < 2)
     refuse("num_slots", std::to_string(options.num_slots),
@@ -35,9 +28,9 @@ StreamOptions checked(const StreamOptions& options) {
     refuse("num_slots", std::to_string(options.num_slots), "at most 1024");
   if (options.num_readers < 1 || options.num_readers > 1024)
     refuse("num_readers", std::to_string(options.num_readers), "1 to 1024");
-  if (options.scratch_bytes < options.num_slots * kAlignment) {
+  if (options.scratch_bytes < options.num_slots * kScratchAlignment) {
     refuse("scratch_bytes", std::to_string(options.scratch_bytes),
-           std::to_string(options.num_slots * kAlignment) + " or more");
+           std::to_string(options.num_slots * kScratchAlignment) + " or more");
   }
   return options;
 }
@@ -54,18 +47,7 @@ std::int64_t table_bytes_of(const TiledAttentionDims& dims, std::int64_t rounds,
                std::to_string(dims.max_seqs) + " sequences",
            "block tables of less than 4e18 bytes in all slots");
   }
-  return aligned(rounds * TileTable::bytes(dims.max_seqs, dims.tile_capacity));
-}
-
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
-
-const KvPart& part_of(const TileSlot& slot, std::size_t piece) {
-  const TilePiece& p = slot.launch->pieces[piece];
-  return slot.request->sequences[at(p.sequence)]->parts[at(p.part)];
-}
-
-const std::int64_t* blocks_of(const TileSlot& slot, std::size_t piece) {
-  return part_of(slot, piece).blocks.data() + slot.launch->pieces[piece].first;
+  return scratch_aligned(rounds * TileTable::bytes(dims.max_seqs, dims.tile_capacity));
 }
 
 }  // namespace
@@ -75,7 +57,8 @@ TileFetcher::TileFetcher(const TiledAttentionDims& dims, Device device,
     : dims_(dims),
       device_(device),
       options_(checked(options)),
-      slot_bytes_(options.scratch_bytes / options.num_slots / kAlignment * kAlignment),
+      slot_bytes_(options.scratch_bytes / options.num_slots / kScratchAlignment *
+                  kScratchAlignment),
       table_bytes_(table_bytes_of(dims, queue->immediate() ? kMostRounds : 1, options.num_slots)),
       scratch_(device, slot_bytes_ * options.num_slots),
       queue_(std::move(queue)),
@@ -107,11 +90,11 @@ TileFetcher::~TileFetcher() {
 std::int64_t TileFetcher::capacity(const TileSource& source) const {
   if (in_place(source)) return dims_.max_seqs * dims_.tile_capacity;
   const TileGeometry geometry = source.describe();
-  const std::int64_t gap = geometry.num_planes() > 1 ? kAlignment : 0;
+  const std::int64_t gap = geometry.num_planes() > 1 ? kScratchAlignment : 0;
   const std::int64_t blocks = (slot_bytes_ - gap) / geometry.block_bytes();
   if (blocks >= dims_.tile_capacity) return blocks;
   const std::int64_t needed =
-      aligned(dims_.tile_capacity * geometry.block_bytes() + gap) * options_.num_slots;
+      scratch_aligned(dims_.tile_capacity * geometry.block_bytes() + gap) * options_.num_slots;
   throw ValueError("scratch_bytes: got " + std::to_string(options_.scratch_bytes) +
                    "; expected at least " + std::to_string(needed) + " for source '" +
                    source.name() + "': " + std::to_string(options_.num_slots) +
@@ -138,15 +121,11 @@ void TileFetcher::prepare(TileSource& source) const {
   source.prepare(device_);
 }
 
-std::int64_t TileFetcher::piece_bytes(const TileSlot& slot, std::size_t piece) const {
-  return slot.launch->pieces[piece].count * slot.launch->source->describe().block_bytes();
-}
-
 void TileFetcher::fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
                        std::exception_ptr cause) {
   const TilePiece& p = slot.launch->pieces[piece];
   slot.failures[piece] = TileError({slot.launch->source->name(), p.sequence, p.position, p.count,
-                                    piece_bytes(slot, piece), got, std::move(cause)});
+                                    slot.piece_bytes(piece), got, std::move(cause)});
   ++stats_.failed_tiles;
 }
 
@@ -159,7 +138,7 @@ void TileFetcher::begin(TileSlot& slot, const TileLaunch& launch, const StreamRe
   slot.failures.assign(launch.pieces.size(), std::nullopt);
   for (std::size_t i = 0; i < launch.pieces.size(); ++i) {
     try {
-      slot.leases.push_back(launch.source->pin(blocks_of(slot, i), launch.pieces[i].count));
+      slot.leases.push_back(launch.source->pin(slot.blocks(i), launch.pieces[i].count));
     } catch (const CancelledError&) {
       throw;
     } catch (...) {
@@ -184,13 +163,13 @@ void TileFetcher::begin_reads(TileSlot& slot) {
   if (options_.poison_scratch) make_host_copy_queue()->poison(into, slot_bytes_);
   slot.reads = std::make_shared<ReadBatch>(slot.launch->pieces.size());
   for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
-    const std::int64_t bytes = piece_bytes(slot, i);
+    const std::int64_t bytes = slot.piece_bytes(i);
     if (slot.failures[i]) {
       slot.reads->complete(i, {bytes, nullptr}, 0);
     } else {
-      const std::int64_t* blocks = blocks_of(slot, i);
+      const std::int64_t* blocks = slot.blocks(i);
       try {
-        readers_.post({part_of(slot, i).source,
+        readers_.post({slot.part(i).source,
                        {blocks, blocks + slot.launch->pieces[i].count},
                        into,
                        bytes,
@@ -211,7 +190,7 @@ void TileFetcher::collect_reads(TileSlot& slot) {
   const std::vector<ReadOutcome>& outcomes = slot.reads->outcomes();
   for (std::size_t i = 0; i < outcomes.size(); ++i) {
     if (slot.failures[i]) continue;
-    const std::int64_t wanted = piece_bytes(slot, i);
+    const std::int64_t wanted = slot.piece_bytes(i);
     if (outcomes[i].error || outcomes[i].bytes != wanted)
       fail(slot, i, outcomes[i].bytes, outcomes[i].error);
   }
@@ -233,62 +212,6 @@ void TileFetcher::arrive(TileSlot& slot, const Stream& stream,
   if (!queue_->immediate() && !slot.table_on_queue)
     queue_->write(slot.table.device, slot.table.host.get(), slot.table.bytes(), stream);
   if (slot.transferred) queue_->order(stream, *slot.copied);
-}
-
-void TileFetcher::plane_places(const TileSlot& slot, const TileGeometry& geometry,
-                               char* planes[2]) const {
-  planes[0] = slot.scratch;
-  planes[1] = slot.scratch + aligned(slot.launch->num_blocks * geometry.plane_bytes[0]);
-}
-
-void TileFetcher::for_each_copy(const TileSlot& slot,
-                                const std::function<void(const CopyPiece&)>& add) const {
-  if (slot.in_place) return;
-  if (slot.launch->source->pools()) {
-    for_each_pool_copy(slot, add);
-  } else {
-    for_each_staged_copy(slot, add);
-  }
-}
-
-void TileFetcher::for_each_pool_copy(const TileSlot& slot,
-                                     const std::function<void(const CopyPiece&)>& add) const {
-  const TileSource& source = *slot.launch->source;
-  const TilePools pools = *source.pools();
-  const TileGeometry geometry = source.describe();
-  char* planes[2];
-  plane_places(slot, geometry, planes);
-  std::int64_t place = 0;
-  for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
-    const std::int64_t count = slot.launch->pieces[i].count;
-    for (int p = 0; p < geometry.num_planes() && !slot.failures[i]; ++p) {
-      const std::int64_t block_bytes = geometry.plane_bytes[p];
-      for_each_run({&source, plane_data(pools, geometry, p), planes[p] + place * block_bytes,
-                    block_bytes, used_bytes(geometry, p), pools.k.device.is_cpu()},
-                   blocks_of(slot, i), count, add);
-    }
-    place += count;
-  }
-}
-
-/// Tiles that were read lie in the staging memory as they will in the scratch.
-void TileFetcher::for_each_staged_copy(const TileSlot& slot,
-                                       const std::function<void(const CopyPiece&)>& add) const {
-  const auto* const staging = static_cast<const char*>(slot.staging.get());
-  std::int64_t offset = 0;
-  CopyPiece run{nullptr, nullptr, 0, CopyFrom::pinned};
-  for (std::size_t i = 0; i < slot.launch->pieces.size(); ++i) {
-    const std::int64_t bytes = piece_bytes(slot, i);
-    if (slot.failures[i]) {
-      if (run.bytes > 0) add(run);
-      run.bytes = 0;
-    } else {
-      if (run.bytes == 0) run.to = slot.scratch + offset, run.from = staging + offset;
-      run.bytes += bytes;
-    }
-    offset += bytes;
-  }
-  if (run.bytes > 0) add(run);
 }
 
 bool TileFetcher::idle() const { return !last_copied_ || queue_->passed(*last_copied_); }
@@ -359,7 +282,7 @@ void TileFetcher::fill_table(TileSlot& slot) {
     wanted.push_back(!slot.failures[i]);
     if (slot.failures[i]) continue;
     ++tier.tiles;
-    tier.bytes += piece_bytes(slot, i);
+    tier.bytes += slot.piece_bytes(i);
   }
   slot.table.fill(*slot.launch, *slot.request, wanted, slot.in_place, dims_.block_size);
 }
@@ -381,16 +304,8 @@ void TileFetcher::add_kept(Prefetched& kept) const {
 }
 
 TileArgs TileFetcher::tile(const TileSlot& slot, std::int64_t round, bool positions) const {
-  const TileSource& source = *slot.launch->source;
-  const TileGeometry geometry = source.describe();
-  TilePools pools;
-  if (slot.in_place) {
-    pools = *source.pools();
-  } else {
-    char* planes[2];
-    plane_places(slot, geometry, planes);
-    pools = pools_at(geometry, planes, slot.launch->num_blocks, device_);
-  }
+  const TileGeometry geometry = slot.launch->source->describe();
+  const TilePools pools = pools_of(slot, device_);
   TileArgs args;
   args.k_pool = pools.k;
   args.v_pool = pools.v;

@@ -19,30 +19,10 @@
 #include "copy_queue.h"
 #include "stream/read_threads.h"
 #include "stream/stream_plan.h"
-#include "stream/tile_table.h"
+#include "stream/tile_slot.h"
 #include "tiledattn/streaming.h"
 
 namespace tiledattn {
-
-/// One place of the ring: scratch for the tiles of a launch, and what is under way there.
-struct TileSlot {
-  char* scratch = nullptr;
-  std::shared_ptr<void> staging;  // host memory between a source that is read and the GPU
-  TileTable table;
-  std::unique_ptr<StreamEvent> copied, consumed;
-  std::unique_ptr<StreamEvent> started, ended;  // of copies that are timed
-
-  const TileLaunch* launch = nullptr;  // null: the slot is free
-  const StreamRequest* request = nullptr;
-  bool in_place = false;
-  bool transferred = false;     // copies are on the queue
-  bool table_on_queue = false;  // and the table, which is long, is among them
-  bool timed = false;
-  std::int64_t copied_bytes = 0;
-  std::vector<Lease> leases;
-  std::shared_ptr<ReadBatch> reads;
-  std::vector<std::optional<TileError>> failures;  // for each piece
-};
 
 class TileFetcher {
  public:
@@ -106,17 +86,8 @@ class TileFetcher {
   void collect_reads(TileSlot& slot);
   void fail(TileSlot& slot, std::size_t piece, std::optional<std::int64_t> got,
             std::exception_ptr cause);
-  /// Call `add` with what brings the tiles of a launch into scratch memory.
-  void for_each_copy(const TileSlot& slot, const std::function<void(const CopyPiece&)>& add) const;
-  void for_each_pool_copy(const TileSlot& slot,
-                          const std::function<void(const CopyPiece&)>& add) const;
-  void for_each_staged_copy(const TileSlot& slot,
-                            const std::function<void(const CopyPiece&)>& add) const;
   /// Is nothing being copied now?
   bool idle() const;
-  /// Where the planes of this launch lie in its slot.
-  void plane_places(const TileSlot& slot, const TileGeometry& geometry, char* planes[2]) const;
-  std::int64_t piece_bytes(const TileSlot& slot, std::size_t piece) const;
 
   TiledAttentionDims dims_;
   Device device_;
