@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the portable kernel takes and Hopper's do not: blocks of any size, windows over a paged cache, rows of odd
-strides; and the cases of the other kernels' tests.
+"""What the portable kernel takes and Hopper's do not: blocks of any size, rows of odd strides; and the cases of the
+other kernels' tests.
 
 A call that it cannot take would run on the plain kernel; tests/cpp/test_plan.cpp says which calls it takes.
 """

@@ -71,6 +71,50 @@ def test_options(score, head_dim, dtype, gpu):
     _check(gpu, cases.Paged("", SEQ_LENS, RAGGED, 16, 4, 2, head_dim, score=score, spread=3.0), dtype)
 
 
+@SIXTEEN
+@pytest.mark.parametrize("left", [0, 5, 30, 100, 333])
+@pytest.mark.parametrize("block_size", [8, 40, 64, 256])
+@pytest.mark.parametrize("q_lens", [40, RAGGED], ids=["dense", "ragged"])
+def test_windows(q_lens, block_size, left, dtype, gpu):
+    """Blocks that lie before every window have ids of no block; what shares a block with the first key that counts is
+    NaN."""
+    score = cases.Score(True, (left, 0), sinks=left == 5)
+    data = cases.Paged("", SEQ_LENS, q_lens, block_size, 8, 2, 128, score=score).make(dtype)
+    want = calls.want_paged(data)
+    tokens = np.full(len(SEQ_LENS), q_lens) if isinstance(q_lens, int) else np.array(q_lens)
+    for b, first in enumerate(data.seq_lens - tokens - left):
+        for key in range(max(int(first), 0)):
+            block = data.block_table[b, key // block_size]
+            data.k_pool[block, key % block_size] = data.v_pool[block, key % block_size] = np.nan
+        data.block_table[b, : max(int(first), 0) // block_size] = -1
+    got = calls.run_paged(gpu, data)
+    compare.result_close(got, want, dtype)
+    ta.check(gpu.device)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("q_lens", [40, RAGGED], ids=["dense", "ragged"])
+def test_windows_of_any_head_dim(q_lens, head_dim, gpu):
+    """The same bits in any company."""
+    score = cases.Score(True, (70, 0), 20.0)
+    data, got = _check(gpu, cases.Paged("", SEQ_LENS, q_lens, 24, 4, 2, head_dim, score=score), "bfloat16")
+    if data.cu_seqlens_q is not None:
+        calls.check_ragged_alone(gpu, data, got)
+    for _ in range(20):
+        compare.same_bits(calls.run_paged(gpu, data), got, "again")
+
+
+def test_windows_far_from_the_beginning(gpu):
+    """Many keys before the window, whose table entries are not read."""
+    score = cases.Score(True, (1023, 0))
+    data = cases.Paged("", (9001, 300, 4096, 0, 13000), 40, 16, 4, 2, 128, score=score).make("bfloat16")
+    want = calls.want_paged(data)
+    for b, length in enumerate(data.seq_lens):
+        data.block_table[b, : max(0, int(length) - 40 - 1023) // 16] = 10**6
+    compare.result_close(calls.run_paged(gpu, data), want, "bfloat16")
+    ta.check(gpu.device)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("q_len", [2100, 8200])
 def test_long_sequences(q_len, head_dim, gpu):

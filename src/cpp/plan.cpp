@@ -57,6 +57,8 @@ void cut_segments(const AttentionProblem& p, SegmentCut cut, Plan& plan) {
 /// By what each sequence has, never by how many there are.
 void cut_prefill(const AttentionProblem& p, Plan& plan) {
   if (p.q_len > kMaxSplitPrefillTokens) return;
+  // The first key in a window may be anywhere in a block, but a segment begins with a piece of one.
+  if (p.key_source == KeySource::paged && p.window_left != kNoWindow) return;
   constexpr std::int64_t kTileRows = 128;
   constexpr std::int64_t kFewTiles = 64;
   constexpr std::int64_t kEnoughTiles = 128;
@@ -159,7 +161,7 @@ bool fits_prefill_sm90(const AttentionProblem& p) {
   const bool packed = p.packed_q();
   const bool paged = p.key_source == KeySource::paged;
   if (!paged && p.key_source != (packed ? KeySource::packed : KeySource::dense)) return false;
-  if (paged && (!p.causal || p.window_left != kNoWindow || p.block_size % 8 != 0)) return false;
+  if (paged && (!p.causal || p.block_size % 8 != 0)) return false;
   if (paged && p.num_blocks < 1) return false;
   if (p.kv_positions.given()) return false;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;

@@ -80,12 +80,12 @@ __device__ __forceinline__ void load_paged_keys(const PrefillSm90Params& params,
 }
 
 /// A warp: V. What the sequence's last block has behind its end is cleared once the tile before is
-/// asked for.
+/// asked for, and what its first one has before every window as soon as it is there.
 template <typename Config>
 __device__ __forceinline__ void load_paged_values(const PrefillSm90Params& params,
                                                   PrefillSm90Shared<Config>& shared) {
   RingPlace<Config::kStages> values;
-  TailClearer<Config> tails;
+  ValueClearer<Config> clearer;
   for (RingPlace<kWorkPlaces> place;; place.advance()) {
     shared.work_full[place.index()].wait(place.parity());
     const WorkTile& work = shared.work[place.index()];
@@ -95,14 +95,15 @@ __device__ __forceinline__ void load_paged_values(const PrefillSm90Params& param
 #pragma unroll 1
     for (int tile = last; tile >= work.begin; --tile) {
       const unsigned i = values.index();
-      const bool tail = tile == last && work.needs_clearing;
+      const bool clears = work.clears(tile);
       load_pages<Config>(params, params.v,
-                         {shared.v[i], tail ? shared.v_tail[i] : shared.v_full[i],
+                         {shared.v[i], clears ? shared.v_loaded[i] : shared.v_full[i],
                           shared.v_empty[i], values.parity()},
                          work, tile);
       values.advance();
       if (work.needs_clearing && tile == max(work.begin, last - 1))
-        tails.clear(shared, work, last_stage);
+        clearer.clear(shared, work, last, last_stage);
+      if (clears && !(work.needs_clearing && tile == last)) clearer.clear(shared, work, tile, i);
     }
     shared.work_empty[place.index()].arrive();
   }

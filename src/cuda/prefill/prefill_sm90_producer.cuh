@@ -114,8 +114,8 @@ __device__ __forceinline__ void load_all_keys(const PrefillSm90Params& params,
   };
   const auto load_v = [&](const WorkTile& work, int tile) {
     const unsigned i = values.index();
-    const bool tail = tile == work.end - 1 && work.needs_clearing;
-    load_keys<Config>(shared.v[i], params.v, tail ? shared.v_tail[i] : shared.v_full[i],
+    const bool clears = work.clears(tile);
+    load_keys<Config>(shared.v[i], params.v, clears ? shared.v_loaded[i] : shared.v_full[i],
                       shared.v_empty[i], values.parity(), work, tile);
     values.advance();
   };
@@ -138,34 +138,40 @@ __device__ __forceinline__ void load_all_keys(const PrefillSm90Params& params,
   }
 }
 
-/// A warp: values of a tile past the last key are another's or garbage, and 0 * NaN would let them
-/// in. Clears them once they are there, then says that the tile is full. (Consumers could do so,
-/// but a branch there makes ptxas forget that places in rings, and with them the descriptors of
-/// matrix products, are the same for all threads.)
+/// A warp: values of a tile past the last key, or before every window, are another's or garbage,
+/// and 0 * NaN would let them in. Clears them once they are there, then says that the tile is full.
+/// (Consumers could do so, but a branch there makes ptxas forget that places in rings, and with
+/// them the descriptors of matrix products, are the same for all threads.)
 template <typename Config>
-class TailClearer {
+class ValueClearer {
  public:
   __device__ __forceinline__ void clear(PrefillSm90Shared<Config>& shared, const WorkTile& work,
-                                        unsigned stage) {
-    constexpr int kRowPieces = kSlabRowBytes / 16 * Config::kSlabs;
-    const int lane = static_cast<int>(threadIdx.x % 32u);
-    shared.v_tail[stage].wait(parities_ >> stage & 1);
+                                        int tile, unsigned stage) {
+    shared.v_loaded[stage].wait(parities_ >> stage & 1);
     parities_ ^= 1u << stage;
+    if (tile == 0) clear_rows(shared, stage, 0, work.unseen);
+    clear_rows(shared, stage, min(Config::kKeys, work.num_keys - tile * Config::kKeys),
+               Config::kKeys);
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.v_full[stage].arrive();
+  }
+
+ private:
+  __device__ __forceinline__ static void clear_rows(PrefillSm90Shared<Config>& shared,
+                                                    unsigned stage, int begin, int end) {
+    constexpr int kRowPieces = kSlabRowBytes / 16 * Config::kSlabs;
     char* const tile = reinterpret_cast<char*>(shared.v[stage]);
-    const int first_row = work.num_keys - (work.end - 1) * Config::kKeys;
 #pragma unroll 1
-    for (int i = first_row * kRowPieces + lane; i < Config::kKeys * kRowPieces; i += 32) {
+    for (int i = begin * kRowPieces + static_cast<int>(threadIdx.x % 32u); i < end * kRowPieces;
+         i += 32) {
       const int row = i / kRowPieces;
       const int piece = i % kRowPieces;
       char* const at = tile + (piece / 8 * Config::kKeys + row) * kSlabRowBytes + piece % 8 * 16;
       *reinterpret_cast<uint4*>(at) = uint4{0, 0, 0, 0};
     }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) shared.v_full[stage].arrive();
   }
 
- private:
   unsigned parities_ = 0;  ///< a bit for each stage
 };
 
@@ -173,12 +179,12 @@ class TailClearer {
 template <typename Config>
 __device__ __forceinline__ void clear_all(PrefillSm90Shared<Config>& shared) {
   RingPlace<Config::kStages> values;
-  TailClearer<Config> tails;
+  ValueClearer<Config> clearer;
   for (RingPlace<kWorkPlaces> place;; place.advance()) {
     shared.work_full[place.index()].wait(place.parity());
     const WorkTile& work = shared.work[place.index()];
     if (work.none()) break;
-    if (work.needs_clearing) tails.clear(shared, work, values.index());
+    if (work.needs_clearing) clearer.clear(shared, work, work.end - 1, values.index());
     values.steps += static_cast<unsigned>(work.end - work.begin);
     shared.work_empty[place.index()].arrive();
   }

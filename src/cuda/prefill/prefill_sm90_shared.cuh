@@ -35,7 +35,7 @@ struct alignas(1024) PrefillSm90Shared {
   MBarrier k_full[Config::kStages];
   MBarrier k_empty[Config::kStages];
   MBarrier v_full[Config::kStages];
-  MBarrier v_tail[Config::kStages];  ///< values are there, but some must be cleared
+  MBarrier v_loaded[Config::kStages];  ///< values are there, but some must be cleared
   MBarrier v_empty[Config::kStages];
   MBarrier work_full[kWorkPlaces];
   MBarrier work_empty[kWorkPlaces];
@@ -51,7 +51,7 @@ struct alignas(1024) PrefillSm90Shared {
       k_full[i].init(1);
       k_empty[i].init(kWarps);
       v_full[i].init(1);
-      v_tail[i].init(1);
+      v_loaded[i].init(1);
       v_empty[i].init(kWarps);
     }
     for (unsigned i = 0; i < kWorkPlaces; ++i) {

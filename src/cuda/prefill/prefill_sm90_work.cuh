@@ -3,8 +3,9 @@
 // rows see.
 //
 // Keys are counted from the first one that any token of the sequence sees, and cut into tiles from
-// there: what lies before is never read. So a row's bits depend on its own sequence alone. Where a
-// sequence is cut into segments, "the keys" of a tile of rows are those of one segment.
+// there: what lies before is never read, or, where it shares a piece of a paged block with that
+// key, cleared. So a row's bits depend on its own sequence alone. Where a sequence is cut into
+// segments, "the keys" of a tile of rows are those of one segment.
 #pragma once
 
 #include <cstdint>
@@ -43,10 +44,15 @@ struct WorkTile {
   bool again = false;
   std::int32_t segment = kWhole;  ///< of the sequence's keys: the rows' results are partial
   bool needs_clearing = false;    ///< the last tile of keys reaches beyond values that count
+  std::int32_t unseen = 0;        ///< first keys of tile 0, before every window: to be cleared
 
   __device__ bool none() const { return head == kNone; }
   __device__ bool pause() const { return head == kPause; }
   __device__ bool has_keys() const { return begin < end; }
+  /// Does a tile of keys hold values that do not count?
+  __device__ bool clears(std::int32_t tile) const {
+    return (needs_clearing && tile == end - 1) || (unseen > 0 && tile == 0);
+  }
   /// Rows row .. row + 63 of the tile alone: `end` and `full_end` as they would be for them. One
   /// tile of keys at least is theirs.
   template <typename Config>
@@ -78,7 +84,10 @@ __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params
                                          std::int32_t first_row, std::int32_t q_len,
                                          const KeySpan& keys) {
   const std::int32_t position = keys.kv_len - q_len;
-  const std::int32_t first_key = max(keys.begin, position - params.window_left);
+  const std::int32_t first_visible = max(keys.begin, position - params.window_left);
+  // A piece of a block is loaded as a whole.
+  const std::int32_t unseen = params.page_rows > 0 ? first_visible % params.page_rows : 0;
+  const std::int32_t first_key = first_visible - unseen;
   tile.num_rows = q_len - first_row;
   tile.key_row += first_key;
   tile.num_keys = keys.end - first_key;
@@ -92,6 +101,7 @@ __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params
   if (end_seen <= first_seen) return;  // no row sees a key: no tiles of keys
   tile.begin = first_seen / kKeys;
   tile.end = (end_seen + kKeys - 1) / kKeys;
+  tile.unseen = tile.begin == 0 ? unseen : 0;
   tile.needs_clearing = params.clears_values && tile.num_keys < tile.end * kKeys;
   const std::int32_t all_from = max(0, tile.see_begin + Config::kRows - 1);
   // One less than they could be: every row then has a maximum before the first tile without masks.
