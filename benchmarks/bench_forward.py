@@ -6,11 +6,12 @@
     python benchmarks/bench_forward.py --cells d128 --contestants tiledattn,torch-cudnn
     python benchmarks/bench_forward.py --kernels portable --contestants tiledattn,torch-flash
     python benchmarks/bench_forward.py --cells causal --contestants tiledattn,tiledattn-p16,tiledattn-p64
+    python benchmarks/bench_forward.py --table chunked --contestants tiledattn,tiledattn-uncut,flash-attn-3
 
 A GPU at its power limit changes its clock all the time, so only neighbours in time can be compared: after a
 pre-heat every cell times its contestants in slices of some milliseconds, in a new random order each round; a
 contestant's figure is its median over the rounds. Each output is compared with float64 first. FLOP are
-4 * B * Hq * Sq * Sk * D, half of that for causal. Needs torch; libraries that are not installed are named
+4 * B * Hq * Sq * Sk * D, less what a causal mask leaves out. Needs torch; libraries that are not installed are named
 and skipped.
 """
 
@@ -40,7 +41,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape; q has as many tokens as there are keys."""
+    """One shape; q has as many tokens as there are keys, or is the last chunk of them."""
 
     head_dim: int
     batch: int
@@ -49,6 +50,12 @@ class Cell:
     tokens: int
     causal: bool
     dtype: str = "bfloat16"
+    keys_before: int = 0  # the first token of q
+
+    @property
+    def keys(self) -> int:
+        """Of each sequence."""
+        return self.keys_before + self.tokens
 
     @property
     def name(self) -> str:
@@ -60,16 +67,26 @@ class Cell:
         )
         kind = "causal" if self.causal else "full"
         half = "_fp16" if self.dtype == "float16" else ""
-        return f"d{self.head_dim}_{kind}_{self.batch}x{heads}x{self.tokens}{half}"
+        behind = f"_of_{self.keys}" if self.keys_before else ""
+        return f"d{self.head_dim}_{kind}_{self.batch}x{heads}x{self.tokens}{behind}{half}"
 
     @property
     def flop(self) -> float:
         """Floating-point operations that have to be done."""
-        full = 4.0 * self.batch * self.num_q_heads * self.tokens**2 * self.head_dim
-        return full / 2 if self.causal else full
+        pairs = self.tokens * self.keys - (self.tokens**2 / 2 if self.causal else 0)
+        return 4.0 * self.batch * self.num_q_heads * pairs * self.head_dim
 
 
-def all_cells() -> list[Cell]:
+def chunked_cells() -> list[Cell]:
+    """The last tokens of one long prompt."""
+    return [
+        Cell(128, 1, 32, 8, tokens, True, keys_before=keys - tokens)
+        for keys in (32768, 131072)
+        for tokens in (32, 128, 512)
+    ]
+
+
+def prefill_cells() -> list[Cell]:
     """16k tokens in all, hidden size 2048; GQA; float16; small sequences."""
     cells = []
     for head_dim, heads in ((128, 16), (64, 32), (256, 8)):
@@ -85,9 +102,12 @@ def all_cells() -> list[Cell]:
     return cells
 
 
+TABLES = {"prefill": prefill_cells, "chunked": chunked_cells}
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Arrays of a cell, ``[batch, tokens, heads, head_dim]``."""
+    """Arrays of a cell, ``[batch, tokens or keys, heads, head_dim]``."""
 
     cell: Cell
     q: torch.Tensor
@@ -99,11 +119,12 @@ def make_inputs(cell: Cell) -> Inputs:
     """Normal random numbers: constant ones would draw less power and look faster."""
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def normal(heads: int) -> torch.Tensor:
-        shape = (cell.batch, cell.tokens, heads, cell.head_dim)
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        shape = (cell.batch, tokens, heads, cell.head_dim)
         return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, cell.dtype))
 
-    return Inputs(cell, normal(cell.num_q_heads), normal(cell.num_kv_heads), normal(cell.num_kv_heads))
+    q = normal(cell.tokens, cell.num_q_heads)
+    return Inputs(cell, q, *(normal(cell.keys, cell.num_kv_heads) for _ in range(2)))
 
 
 def tiledattn(inputs: Inputs) -> Run:
@@ -111,6 +132,22 @@ def tiledattn(inputs: Inputs) -> Run:
     out = torch.empty_like(inputs.q)
     q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.cell.causal
     return lambda: ta.flash_attention(q, k, v, causal=causal, out=out)
+
+
+def tiledattn_uncut(inputs: Inputs) -> Run:
+    """This library, packed: the keys of packed sequences are not cut into segments."""
+    cell = inputs.cell
+    q, k, v = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+    cu_q, cu_k = (
+        torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * n for n in (cell.tokens, cell.keys)
+    )
+    out = torch.empty_like(q)
+
+    def run() -> torch.Tensor:
+        ta.flash_attention(q, k, v, causal=cell.causal, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, out=out)
+        return out.view(inputs.q.shape)
+
+    return run
 
 
 def _paged(inputs: Inputs, block_size: int) -> Run:
@@ -126,7 +163,7 @@ def _paged(inputs: Inputs, block_size: int) -> Run:
         return torch.empty_like(blocks).index_copy_(0, places, blocks)
 
     table = places.to(torch.int32).view(cell.batch, -1)
-    seq_lens = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device="cuda")
+    seq_lens = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device="cuda")
     k_pool, v_pool, out = pool_of(inputs.k), pool_of(inputs.v), torch.empty_like(inputs.q)
     return lambda: ta.paged_attention(inputs.q, k_pool, v_pool, table, seq_lens, causal=True, out=out)
 
@@ -146,11 +183,16 @@ def _sdpa(inputs: Inputs, backend: SDPBackend) -> Run:
     # Heads first, contiguous: the layout that torch's own kernels like best.
     q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
     gqa = cell.num_q_heads != cell.num_kv_heads
+    mask = None
+    if cell.causal and cell.keys_before:  # torch's own flag aligns the mask with the first key
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(cell.tokens, cell.keys)
 
     def run() -> torch.Tensor:
         with sdpa_kernel(backend):
             out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=cell.causal, enable_gqa=gqa
+                q, k, v, mask, is_causal=cell.causal and mask is None, enable_gqa=gqa
             )
         return out.transpose(1, 2)
 
@@ -182,6 +224,7 @@ def flash_attention_3(inputs: Inputs) -> Run:
 
 CONTESTANTS: dict[str, Callable[[Inputs], Run]] = {
     "tiledattn": tiledattn,
+    "tiledattn-uncut": tiledattn_uncut,
     "tiledattn-p16": tiledattn_p16,
     "tiledattn-p64": tiledattn_p64,
     "torch-cudnn": torch_cudnn,
@@ -199,7 +242,8 @@ def reference(inputs: Inputs, batch: int, head: int) -> torch.Tensor:
     k, v = (x[batch, :, kv_head].to(wide) for x in (inputs.k, inputs.v))
     scores = q @ k.T * cell.head_dim**-0.5
     if cell.causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + cell.keys_before)
+        scores.masked_fill_(hidden, float("-inf"))
     return scores.softmax(-1) @ v
 
 
@@ -348,6 +392,7 @@ def table_row(result: dict) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--table", choices=TABLES, default="prefill", help="which cells")
     parser.add_argument("--cells", default="", help="comma-separated; a cell is timed if its name holds one")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument(
@@ -367,7 +412,7 @@ def main() -> int:
         return 2
     names = args.contestants.split(",")
     wanted = args.cells.split(",")
-    cells = [cell for cell in all_cells() if any(word in cell.name for word in wanted)]
+    cells = [cell for cell in TABLES[args.table]() if any(word in cell.name for word in wanted)]
     begin, results, left_out = time.monotonic(), [], []
     preheat(1.5)
     print(f"{'TFLOP/s':<28}" + "".join(f"{name:>14}" for name in names) + f"{'ratio':>8}", flush=True)
