@@ -18,6 +18,13 @@ SIXTEEN = pytest.mark.parametrize("dtype", HALF)
 # Edges of tiles of keys and of rows, no keys, fewer keys than queries.
 SEQ_LENS = (700, 0, 33, 128, 161, 9)
 RAGGED = (130, 3, 33, 128, 1, 40)
+# Cut into segments where few queries meet them: one, two or several.
+LONG_LENS = (9001, 0, 4096, 300, 4097, 13000)
+COMPANIES = pytest.mark.parametrize(
+    ("seq_lens", "q_lens"),
+    [(SEQ_LENS, 40), (SEQ_LENS, RAGGED), (LONG_LENS, 40)],
+    ids=["dense", "ragged", "segments"],
+)
 HEAD_DIMS = [64, 96, 128, 192, 256]
 
 
@@ -128,9 +135,8 @@ def test_long_sequences(q_len, head_dim, gpu):
 def test_few_queries_over_many_keys(head_dim, block_size, gpu):
     """Keys cut into segments, which may begin inside a block, of sequences that have one or several: the same bits
     alone, with a narrower table."""
-    lengths = (9001, 300, 4096, 0, 4097, 13000)
-    data, (out, lse) = _check(gpu, cases.Paged("", lengths, 40, block_size, 4, 2, head_dim), "bfloat16")
-    for b, length in enumerate(lengths):
+    data, (out, lse) = _check(gpu, cases.Paged("", LONG_LENS, 40, block_size, 4, 2, head_dim), "bfloat16")
+    for b, length in enumerate(LONG_LENS):
         one = data._replace(
             q=data.q[[b]],
             block_table=data.block_table[[b], : max(1, -(-length // block_size))],
@@ -187,17 +193,31 @@ def test_bits_do_not_depend_on_company(head_dim, gpu):
         compare.same_bits(calls.run_paged(gpu, data), got, "again")
 
 
+def test_segments_again_and_in_random_company(gpu):
+    """A sequence keeps its bits in every call, among whichever others and whatever the width of the table."""
+    data, (out, lse) = _check(gpu, cases.Paged("", LONG_LENS, 40, 16, 2, 1, 64), "bfloat16")
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        some = rng.choice(len(LONG_LENS), rng.integers(1, 9))
+        columns = -(-max(LONG_LENS[b] for b in some) // 16)
+        width = max(1, int(rng.integers(columns, data.block_table.shape[1] + 1)))
+        part = data._replace(
+            q=data.q[some], block_table=data.block_table[some, :width], seq_lens=data.seq_lens[some]
+        )
+        compare.same_bits(calls.run_paged(gpu, part), (out[some], lse[some]), str(some))
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("q_lens", [40, RAGGED], ids=["dense", "ragged"])
+@COMPANIES
 @pytest.mark.parametrize("fault", ["block", "negative_block", "length"])
-def test_faults(fault, q_lens, head_dim, gpu):
+def test_faults(fault, seq_lens, q_lens, head_dim, gpu):
     """A faulty sequence becomes NaN, its neighbours keep their bits, also where it comes last or fills the batch."""
-    good = cases.Paged("", SEQ_LENS, q_lens, 16, 4, 2, head_dim).make("float16")
+    good = cases.Paged("", seq_lens, q_lens, 16, 4, 2, head_dim).make("float16")
     want = calls.run_paged(gpu, good)
     if good.cu_seqlens_q is None:
-        rows = [slice(b, b + 1) for b in range(len(SEQ_LENS))]
+        rows = [slice(b, b + 1) for b in range(len(seq_lens))]
     else:
-        rows = [slice(*good.cu_seqlens_q[b : b + 2]) for b in range(len(SEQ_LENS))]
+        rows = [slice(*good.cu_seqlens_q[b : b + 2]) for b in range(len(seq_lens))]
     for wrong in ([0], [3], [5], [0, 2, 3, 4, 5]):
         bad = good._replace(block_table=good.block_table.copy(), seq_lens=good.seq_lens.copy())
         for b in wrong:
@@ -210,19 +230,19 @@ def test_faults(fault, q_lens, head_dim, gpu):
             (IndexError, ValueError), match="seq_lens" if fault == "length" else "block_table"
         ):
             ta.check(gpu.device)
-        for b in range(len(SEQ_LENS)):
+        for b in range(len(seq_lens)):
             if b in wrong:
                 assert all(np.isnan(x[rows[b]].astype(np.float32)).all() for x in got)
             else:
                 compare.same_bits(tuple(x[rows[b]] for x in got), tuple(x[rows[b]] for x in want), f"{b}")
 
 
-@pytest.mark.parametrize("q_lens", [40, RAGGED], ids=["dense", "ragged"])
-def test_replay_follows_new_lengths_and_blocks(q_lens, gpu):
+@COMPANIES
+def test_replay_follows_new_lengths_and_blocks(seq_lens, q_lens, gpu):
     if gpu.name != "torch":
         pytest.skip("needs torch for graphs")
     torch = gpu.torch
-    data = cases.Paged("", SEQ_LENS, q_lens, 16, 8, 2, 128).make("bfloat16", garbage="zero")
+    data = cases.Paged("", seq_lens, q_lens, 16, 8, 2, 128).make("bfloat16", garbage="zero")
     args = [gpu.array(x) for x in data.args]
     kwargs = dict(data.score)
     if data.cu_seqlens_q is not None:
@@ -235,7 +255,7 @@ def test_replay_follows_new_lengths_and_blocks(q_lens, gpu):
     rng = np.random.default_rng(0)
     for _ in range(3):
         table = rng.integers(0, len(data.k_pool), data.block_table.shape).astype(np.int32)
-        lens = rng.integers(0, table.shape[1] * 16 + 1, len(SEQ_LENS)).astype(np.int32)
+        lens = rng.integers(0, table.shape[1] * 16 + 1, len(seq_lens)).astype(np.int32)
         new = data._replace(block_table=table, seq_lens=lens)
         args[3].copy_(gpu.array(table))
         args[4].copy_(gpu.array(lens))
