@@ -22,6 +22,12 @@ constexpr std::int64_t kDecodeTileRows = 8;
 constexpr int kMaxDecodeGroups = 64;
 constexpr int kMaxShortDecodeGroups = 32;
 constexpr int kShortDecodeChunks = 512;
+/// All KV heads of one sequence together should have so many groups: one for each SM, or, once
+/// groups are long, one for each team.
+constexpr unsigned kDecodeGroupsForSms = 128;
+constexpr unsigned kDecodeGroupsForTeams = 256;
+/// A round is a chunk for each warp. Groups of more rounds are long.
+constexpr unsigned kLongDecodeRounds = 8;
 
 struct DecodeCut {
   int first_chunk = 0;   ///< in units of chunks from key 0
@@ -58,20 +64,17 @@ TILEDATTN_HOST_DEVICE constexpr int decode_box_bytes(std::int64_t dim, std::int6
 /// SM something to do, long ones every team; but a group costs a partial result, so it is as large
 /// as that allows.
 TILEDATTN_HOST_DEVICE int decode_group_chunks(int num_chunks, std::int64_t num_kv_heads) {
-  constexpr unsigned kGroupsForSms = 128;    // of all KV heads together
-  constexpr unsigned kGroupsForTeams = 256;  // likewise, once groups are long
-  constexpr unsigned kLongRounds = 8;
   const auto chunks = static_cast<unsigned>(num_chunks);
-  // A round is a chunk for each warp. With more heads than this a group is the whole sequence.
-  const unsigned heads =
-      num_kv_heads < kGroupsForTeams ? static_cast<unsigned>(num_kv_heads) : kGroupsForTeams;
+  // With more heads than this a group is the whole sequence.
+  const unsigned heads = num_kv_heads < kDecodeGroupsForTeams ? static_cast<unsigned>(num_kv_heads)
+                                                              : kDecodeGroupsForTeams;
   const std::uint64_t all = std::uint64_t{chunks} * heads;
-  auto rounds =
-      static_cast<unsigned>(detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kGroupsForSms}));
-  if (rounds > kLongRounds) {
+  auto rounds = static_cast<unsigned>(
+      detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kDecodeGroupsForSms}));
+  if (rounds > kLongDecodeRounds) {
     rounds = static_cast<unsigned>(
-        detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kGroupsForTeams}));
-    if (rounds < kLongRounds) rounds = kLongRounds;
+        detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kDecodeGroupsForTeams}));
+    if (rounds < kLongDecodeRounds) rounds = kLongDecodeRounds;
   }
   const unsigned fewest =
       num_chunks <= kShortDecodeChunks
@@ -85,11 +88,18 @@ TILEDATTN_HOST_DEVICE int decode_group_chunks(int num_chunks, std::int64_t num_k
 }
 
 /// The most groups of any sequence of up to `num_chunks` chunks.
-TILEDATTN_HOST_DEVICE int max_decode_groups(std::int64_t num_chunks) {
+TILEDATTN_HOST_DEVICE int max_decode_groups(std::int64_t num_chunks, std::int64_t num_kv_heads) {
+  const std::int64_t heads =
+      detail::max64(1, detail::min64(num_kv_heads, std::int64_t{kDecodeGroupsForTeams}));
+  const bool long_groups =  // of more than kLongDecodeRounds rounds
+      num_chunks > std::int64_t{kDecodeTeamWarps * kDecodeGroupsForSms * kLongDecodeRounds} / heads;
+  const std::int64_t wanted = detail::ceil_div(
+      std::int64_t{long_groups ? kDecodeGroupsForTeams : kDecodeGroupsForSms}, heads);
   const std::int64_t limit =
       num_chunks <= kShortDecodeChunks ? kMaxShortDecodeGroups : kMaxDecodeGroups;
   const std::int64_t smallest = detail::ceil_div(num_chunks, std::int64_t{kDecodeTeamWarps});
-  return static_cast<int>(detail::max64(1, detail::min64(limit, smallest)));
+  return static_cast<int>(
+      detail::max64(1, detail::min64(wanted, detail::min64(limit, smallest))));
 }
 
 /// The cut of a sequence of which keys begin .. end - 1 are visible to some query token.
