@@ -51,9 +51,9 @@ void launch_decode_sm90(const AttentionProblem& problem, const Plan& plan, void*
                         cudaStream_t stream);
 
 /// One instance. T: the type of K and V, which is that of q or a quantised one; kDim: columns of K
-/// and V, at least head_dim and head_dim_v; kTiles: row tiles of 8 that share each K and V.
+/// and V, at least head_dim and head_dim_v; kRows: query rows that share each K and V.
 /// Instantiated in inst/.
-template <typename T, int kDim, int kTiles>
+template <typename T, int kDim, int kRows>
 void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream);
 
 }  // namespace tiledattn::cuda
