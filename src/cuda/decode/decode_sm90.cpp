@@ -87,6 +87,9 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   params.group = Divisor(p.gqa_ratio());
   params.row_tiles = Divisor(row_tiles);
   params.heads_per_seq = static_cast<int>(heads);
+  // Several sequences have their row tiles at work at about the same time.
+  constexpr std::int64_t kManyReads = 4;
+  params.reads_once = row_tiles < kManyReads || p.num_seqs < kManyReads;
   params.sees_all = sees_all_keys(p);
   params.short_lengths =
       params.sees_all && p.key_source == KeySource::paged && !p.seq_lens.is_int64;

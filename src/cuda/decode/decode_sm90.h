@@ -29,6 +29,7 @@ struct DecodeSm90Params {
   unsigned max_len = 0;        ///< that a table holds
   bool sees_all = false;       ///< each query token sees all keys of its sequence
   bool early_start = false;    ///< see AttentionProblem; also no scale is read for a key
+  bool reads_once = false;     ///< K and V, as far as L2 is concerned; else by many row tiles
   int box_tokens = 0;
   int num_blocks = 0;
   int rows = 0;           ///< of each KV head: q_len * gqa_ratio
