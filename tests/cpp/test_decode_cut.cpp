@@ -144,7 +144,7 @@ TEST(more_keys_never_need_more_groups_than_planned) {
       CHECK(most <= max_decode_groups(chunks, num_kv_heads));
     }
   }
-  // What 132 SMs have partial results for must fit the workspace of a call that brings none.
+  // No more than there are, or a workspace would hold slots for fewer teams.
   CHECK(max_decode_groups(1 << 20, 8) == 32 && max_decode_groups(512, 8) == 16);
   CHECK(max_decode_groups(1 << 20, 1) == kMaxDecodeGroups);
 }
