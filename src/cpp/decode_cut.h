@@ -98,8 +98,7 @@ TILEDATTN_HOST_DEVICE int max_decode_groups(std::int64_t num_chunks, std::int64_
   const std::int64_t limit =
       num_chunks <= kShortDecodeChunks ? kMaxShortDecodeGroups : kMaxDecodeGroups;
   const std::int64_t smallest = detail::ceil_div(num_chunks, std::int64_t{kDecodeTeamWarps});
-  return static_cast<int>(
-      detail::max64(1, detail::min64(wanted, detail::min64(limit, smallest))));
+  return static_cast<int>(detail::max64(1, detail::min64(wanted, detail::min64(limit, smallest))));
 }
 
 /// The cut of a sequence of which keys begin .. end - 1 are visible to some query token.
@@ -158,7 +157,9 @@ TILEDATTN_HOST_DEVICE std::int64_t head_cost(const DecodeCut& cut) {
 
 /// All work stands in one line, sequence after sequence and group after group, as long as it costs;
 /// what a head costs by itself comes after its groups.
-/// Team `team` does the groups that begin at begin(team) .. begin(team + 1) - 1.
+/// Team `team` does the groups that begin at begin(team) .. begin(team + 1) - 1. Shares are equal
+/// parts of the line, moved towards its begin by what a head costs: then a head that is the work of
+/// n teams gives each as many groups, where it has a multiple of n.
 struct DecodeShares {
   std::int64_t each = 0;  ///< total_cost / num_teams
   std::int64_t rest = 0;  ///< total_cost % num_teams
@@ -166,12 +167,24 @@ struct DecodeShares {
 
   TILEDATTN_HOST_DEVICE std::int64_t begin(std::int64_t team) const {
     // Both products of the second term are small.
-    return each * team + static_cast<int>(rest * team) / static_cast<int>(num_teams);
+    const std::int64_t at =
+        each * team + static_cast<int>(rest * team) / static_cast<int>(num_teams);
+    return team == num_teams ? at : detail::max64(at - kDecodeHeadCost, 0);
   }
 };
 
 TILEDATTN_HOST_DEVICE DecodeShares share_out(std::int64_t total_cost, std::int64_t num_teams) {
   return {total_cost / num_teams, total_cost % num_teams, num_teams};
+}
+
+/// How many of `num_teams` to use for so many heads, where nothing is known of their lengths: with
+/// equal ones each team then has whole heads, or a part of one. No more than a few are left out.
+TILEDATTN_HOST_DEVICE std::int64_t even_teams(std::int64_t num_heads, std::int64_t num_teams) {
+  constexpr std::int64_t kLeftOut = 32;  // one of so many
+  const std::int64_t even =
+      num_heads < num_teams ? num_teams / num_heads * num_heads
+                            : detail::ceil_div(num_heads, detail::ceil_div(num_heads, num_teams));
+  return num_teams - even <= num_teams / kLeftOut ? even : num_teams;
 }
 
 /// Teams of one launch, so that their square is an int.
@@ -180,7 +193,8 @@ constexpr std::int64_t kMaxDecodeTeams = 32768;
 /// The team that does the group beginning at `at` < total_cost.
 TILEDATTN_HOST_DEVICE std::int64_t team_of(std::int64_t total_cost, std::int64_t at,
                                            std::int64_t num_teams) {
-  return ((at + 1) * num_teams - 1) / total_cost;
+  const std::int64_t team = ((at + kDecodeHeadCost + 1) * num_teams - 1) / total_cost;
+  return detail::min64(team, num_teams - 1);
 }
 
 /// Products of a total cost and a number of teams stay within 64 bits up to here.

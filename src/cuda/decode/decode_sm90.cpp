@@ -108,7 +108,7 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   params.slot_for_each_head = p.num_seqs * heads <= plan.num_slots;
   std::int64_t teams = std::int64_t{kTeamsPerBlock} * num_multiprocessors();
   if (!params.slot_for_each_head) teams = std::min(teams, plan.num_slots);
-  teams = std::min(teams, kMaxDecodeTeams);
+  teams = even_teams(p.num_seqs * heads, std::min(teams, kMaxDecodeTeams));
   params.num_teams = static_cast<int>(teams);
   params.teams = Divisor(teams);
 
