@@ -214,6 +214,37 @@ def test_same_bits_in_random_company(sizes, dtype, kernels, gpu):
         compare.same_bits(calls.run_paged(gpu, _only(data, rows)), (out[rows], lse[rows]), "in company")
 
 
+@pytest.mark.parametrize("q_lens", [None, 2])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "long", "others"),
+    [
+        (128, 4, 8000, (31, 500)),
+        (128, 4, 8000, (60, 300)),
+        (256, 4, 4000, (31, 300)),
+        (64, 4, 16000, (60, 300)),
+        (128, 1, 16384, (1000, 20)),
+    ],
+    ids=str,
+)
+def test_one_long_sequence_among_short_ones(head_dim, num_kv_heads, long, others, q_lens, kernels, gpu):
+    """Teams that have a part of the long one have short ones too: the same sums, whatever the place and company."""
+    count, length = others
+    rng = np.random.default_rng(head_dim + count)
+    lengths = [int(n) for n in rng.integers(length // 2, 3 * length // 2, count)]
+    at = int(rng.integers(count))
+    lengths[at:at] = [long]
+    data = cases.Paged("", tuple(lengths), q_lens, 16, 2 * num_kv_heads, num_kv_heads, head_dim).make(
+        "bfloat16"
+    )
+    out, lse = calls.run_paged(gpu, data)
+    compare.result_close((out, lse), calls.want_paged(data), "bfloat16")
+    for rows in ([at], [0], [at, 0], list(range(len(lengths)))[::-1]):
+        compare.same_bits(calls.run_paged(gpu, _only(data, rows)), (out[rows], lse[rows]), f"rows {rows[:3]}")
+    for nbytes in (32 << 20, 1 << 20):
+        got = calls.run_paged(gpu, data, workspace=ta.Workspace(gpu.device, nbytes))
+        compare.same_bits(got, (out, lse), f"workspace of {nbytes} bytes")
+
+
 def test_same_bits_a_thousand_times(kernels, gpu):
     data = cases.Paged("", (2500, 1, 700, 0, 130, 4000), None, 16, 8, 2, 128).make("bfloat16")
     given = list(map(gpu.array, data.args))

@@ -22,6 +22,12 @@ constexpr std::int64_t kDecodeTileRows = 8;
 constexpr int kMaxDecodeGroups = 64;
 constexpr int kMaxShortDecodeGroups = 32;
 constexpr int kShortDecodeChunks = 512;
+/// All KV heads of one sequence together should have so many groups: one for each SM, or, once
+/// groups are long, one for each team.
+constexpr unsigned kDecodeGroupsForSms = 128;
+constexpr unsigned kDecodeGroupsForTeams = 256;
+/// A round is a chunk for each warp. Groups of more rounds are long.
+constexpr unsigned kLongDecodeRounds = 8;
 
 struct DecodeCut {
   int first_chunk = 0;   ///< in units of chunks from key 0
@@ -58,20 +64,17 @@ TILEDATTN_HOST_DEVICE constexpr int decode_box_bytes(std::int64_t dim, std::int6
 /// SM something to do, long ones every team; but a group costs a partial result, so it is as large
 /// as that allows.
 TILEDATTN_HOST_DEVICE int decode_group_chunks(int num_chunks, std::int64_t num_kv_heads) {
-  constexpr unsigned kGroupsForSms = 128;    // of all KV heads together
-  constexpr unsigned kGroupsForTeams = 256;  // likewise, once groups are long
-  constexpr unsigned kLongRounds = 8;
   const auto chunks = static_cast<unsigned>(num_chunks);
-  // A round is a chunk for each warp. With more heads than this a group is the whole sequence.
-  const unsigned heads =
-      num_kv_heads < kGroupsForTeams ? static_cast<unsigned>(num_kv_heads) : kGroupsForTeams;
+  // With more heads than this a group is the whole sequence.
+  const unsigned heads = num_kv_heads < kDecodeGroupsForTeams ? static_cast<unsigned>(num_kv_heads)
+                                                              : kDecodeGroupsForTeams;
   const std::uint64_t all = std::uint64_t{chunks} * heads;
-  auto rounds =
-      static_cast<unsigned>(detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kGroupsForSms}));
-  if (rounds > kLongRounds) {
+  auto rounds = static_cast<unsigned>(
+      detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kDecodeGroupsForSms}));
+  if (rounds > kLongDecodeRounds) {
     rounds = static_cast<unsigned>(
-        detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kGroupsForTeams}));
-    if (rounds < kLongRounds) rounds = kLongRounds;
+        detail::ceil_div(all, std::uint64_t{kDecodeTeamWarps * kDecodeGroupsForTeams}));
+    if (rounds < kLongDecodeRounds) rounds = kLongDecodeRounds;
   }
   const unsigned fewest =
       num_chunks <= kShortDecodeChunks
@@ -85,11 +88,17 @@ TILEDATTN_HOST_DEVICE int decode_group_chunks(int num_chunks, std::int64_t num_k
 }
 
 /// The most groups of any sequence of up to `num_chunks` chunks.
-TILEDATTN_HOST_DEVICE int max_decode_groups(std::int64_t num_chunks) {
+TILEDATTN_HOST_DEVICE int max_decode_groups(std::int64_t num_chunks, std::int64_t num_kv_heads) {
+  const std::int64_t heads =
+      detail::max64(1, detail::min64(num_kv_heads, std::int64_t{kDecodeGroupsForTeams}));
+  const bool long_groups =  // of more than kLongDecodeRounds rounds
+      num_chunks > std::int64_t{kDecodeTeamWarps * kDecodeGroupsForSms * kLongDecodeRounds} / heads;
+  const std::int64_t wanted = detail::ceil_div(
+      std::int64_t{long_groups ? kDecodeGroupsForTeams : kDecodeGroupsForSms}, heads);
   const std::int64_t limit =
       num_chunks <= kShortDecodeChunks ? kMaxShortDecodeGroups : kMaxDecodeGroups;
   const std::int64_t smallest = detail::ceil_div(num_chunks, std::int64_t{kDecodeTeamWarps});
-  return static_cast<int>(detail::max64(1, detail::min64(limit, smallest)));
+  return static_cast<int>(detail::max64(1, detail::min64(wanted, detail::min64(limit, smallest))));
 }
 
 /// The cut of a sequence of which keys begin .. end - 1 are visible to some query token.
@@ -148,7 +157,9 @@ TILEDATTN_HOST_DEVICE std::int64_t head_cost(const DecodeCut& cut) {
 
 /// All work stands in one line, sequence after sequence and group after group, as long as it costs;
 /// what a head costs by itself comes after its groups.
-/// Team `team` does the groups that begin at begin(team) .. begin(team + 1) - 1.
+/// Team `team` does the groups that begin at begin(team) .. begin(team + 1) - 1. Shares are equal
+/// parts of the line, moved towards its begin by what a head costs: then a head that is the work of
+/// n teams gives each as many groups, where it has a multiple of n.
 struct DecodeShares {
   std::int64_t each = 0;  ///< total_cost / num_teams
   std::int64_t rest = 0;  ///< total_cost % num_teams
@@ -156,12 +167,24 @@ struct DecodeShares {
 
   TILEDATTN_HOST_DEVICE std::int64_t begin(std::int64_t team) const {
     // Both products of the second term are small.
-    return each * team + static_cast<int>(rest * team) / static_cast<int>(num_teams);
+    const std::int64_t at =
+        each * team + static_cast<int>(rest * team) / static_cast<int>(num_teams);
+    return team == num_teams ? at : detail::max64(at - kDecodeHeadCost, 0);
   }
 };
 
 TILEDATTN_HOST_DEVICE DecodeShares share_out(std::int64_t total_cost, std::int64_t num_teams) {
   return {total_cost / num_teams, total_cost % num_teams, num_teams};
+}
+
+/// How many of `num_teams` to use for so many heads, where nothing is known of their lengths: with
+/// equal ones each team then has whole heads, or a part of one. No more than a few are left out.
+TILEDATTN_HOST_DEVICE std::int64_t even_teams(std::int64_t num_heads, std::int64_t num_teams) {
+  constexpr std::int64_t kLeftOut = 32;  // one of so many
+  const std::int64_t even =
+      num_heads < num_teams ? num_teams / num_heads * num_heads
+                            : detail::ceil_div(num_heads, detail::ceil_div(num_heads, num_teams));
+  return num_teams - even <= num_teams / kLeftOut ? even : num_teams;
 }
 
 /// Teams of one launch, so that their square is an int.
@@ -170,7 +193,8 @@ constexpr std::int64_t kMaxDecodeTeams = 32768;
 /// The team that does the group beginning at `at` < total_cost.
 TILEDATTN_HOST_DEVICE std::int64_t team_of(std::int64_t total_cost, std::int64_t at,
                                            std::int64_t num_teams) {
-  return ((at + 1) * num_teams - 1) / total_cost;
+  const std::int64_t team = ((at + kDecodeHeadCost + 1) * num_teams - 1) / total_cost;
+  return detail::min64(team, num_teams - 1);
 }
 
 /// Products of a total cost and a number of teams stay within 64 bits up to here.

@@ -134,7 +134,7 @@ void plan_decode_sm90(const AttentionProblem& p, std::int64_t workspace_bytes, P
   const std::int64_t rows = p.q_len * p.gqa_ratio();
   const std::int64_t together = std::min(rows, decode_rows_together(rows, dim));
   plan.kernel = Kernel::cuda_decode_sm90;
-  plan.max_groups = max_decode_groups(chunks);
+  plan.max_groups = max_decode_groups(chunks, p.num_kv_heads);
   if (plan.max_groups > 1)
     plan.slot_bytes = plan.max_groups * together * (kDecodePartialHeader + p.head_dim_v) * 4;
   plan.num_slots = kWorkspaceCounters;
@@ -323,7 +323,8 @@ std::int64_t decode_workspace_bytes(std::int64_t num_seqs, std::int64_t q_len,
       std::min(num_seqs * sequence_bytes, std::max(2 * kMaxSequenceScratch, sequence_bytes));
   // The Hopper kernel has up to 64 groups of each KV head of a sequence; all rows of a sequence are
   // as many as with one KV head.
-  const std::int64_t groups = max_decode_groups(max_keys / decode_chunk_keys(kMaxHeadDim, 2) + 2);
+  const std::int64_t groups =
+      max_decode_groups(max_keys / decode_chunk_keys(kMaxHeadDim, 2) + 2, 1);
   const std::int64_t group_bytes =
       q_len * num_q_heads * (kDecodePartialHeader + head_dim_v) * 4 * groups;
   const std::int64_t slots_bytes =

@@ -2,6 +2,7 @@
 // How the Hopper decode kernel cuts sequences and deals them out, as its teams do it on the device.
 #include "decode_cut.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "check.h"
@@ -21,12 +22,9 @@ struct Group {
   std::int64_t begin;  // in the line of all work
 };
 
-/// The groups of team `team`, found the way the kernel finds them.
-std::vector<Group> groups_of_team(const std::vector<DecodeCut>& cuts, int heads, std::int64_t total,
-                                  std::int64_t team, std::int64_t num_teams) {
-  const DecodeShares shares = share_out(total, num_teams);
-  const std::int64_t from = shares.begin(team);
-  const std::int64_t end = shares.begin(team + 1);
+/// The groups that begin at `from` .. `end` - 1, found the way the kernel finds them.
+std::vector<Group> groups_between(const std::vector<DecodeCut>& cuts, int heads, std::int64_t from,
+                                  std::int64_t end) {
   std::vector<Group> groups;
   std::int64_t base = 0;
   std::size_t seq = 0;
@@ -62,7 +60,7 @@ TEST(groups_and_slices_cover_all_chunks_in_order) {
           CHECK((cut.first_chunk + 1) * chunk_keys > begin);
           CHECK((cut.first_chunk + cut.num_chunks) * std::int64_t{chunk_keys} >= begin + length);
           CHECK((cut.first_chunk + cut.num_chunks - 1) * std::int64_t{chunk_keys} < begin + length);
-          CHECK(cut.num_groups <= max_decode_groups(cut.num_chunks));
+          CHECK(cut.num_groups <= max_decode_groups(cut.num_chunks, num_kv_heads));
           std::int64_t cost = 0;
           int next = 0;
           for (int group = 0; group < cut.num_groups; ++group) {
@@ -134,15 +132,18 @@ TEST(groups_of_a_sequence_alone_suit_the_machine) {
 }
 
 TEST(more_keys_never_need_more_groups_than_planned) {
-  for (const int num_kv_heads : {1, 3, 8, 64}) {
+  for (const int num_kv_heads : {1, 2, 3, 4, 5, 8, 16, 64, 200, 300}) {
+    int most = 1;
     for (int chunks = 1; chunks < 5000; ++chunks) {
       const int size = decode_group_chunks(chunks, num_kv_heads);
       CHECK(size % kDecodeTeamWarps == 0);
-      CHECK((chunks + size - 1) / size <= max_decode_groups(chunks));
+      most = std::max(most, (chunks + size - 1) / size);
+      CHECK(most <= max_decode_groups(chunks, num_kv_heads));
     }
   }
-  for (int chunks = 2; chunks < 5000; ++chunks)
-    CHECK(max_decode_groups(chunks) >= max_decode_groups(chunks - 1));
+  // No more than there are, or a workspace would hold slots for fewer teams.
+  CHECK(max_decode_groups(1 << 20, 8) == 32 && max_decode_groups(512, 8) == 16);
+  CHECK(max_decode_groups(1 << 20, 1) == kMaxDecodeGroups);
 }
 
 TEST(each_group_has_one_team_and_each_head_one_slot) {
@@ -162,8 +163,10 @@ TEST(each_group_has_one_team_and_each_head_one_slot) {
           total += head_cost(cuts.back()) * heads;
         }
         std::vector<Group> all;
+        const DecodeShares shares = share_out(total, num_teams);
         for (std::int64_t team = 0; team < num_teams; ++team) {
-          for (const Group& group : groups_of_team(cuts, heads, total, team, num_teams)) {
+          for (const Group& group :
+               groups_between(cuts, heads, shares.begin(team), shares.begin(team + 1))) {
             const std::int64_t head_begin =
                 group.begin - std::int64_t{group.number} * cuts[group.seq].group_chunks;
             CHECK(team_of(total, group.begin, num_teams) == team);
@@ -186,13 +189,50 @@ TEST(each_group_has_one_team_and_each_head_one_slot) {
   }
 }
 
+TEST(equal_sequences_give_each_team_as_many_groups_and_no_head_to_more_than_it_needs) {
+  struct Case {
+    int num_seqs, length, heads, chunk_keys;
+  };
+  for (const Case& c : {Case{8, 1024, 8, 32},
+                        {64, 1024, 8, 32},
+                        {256, 1024, 8, 32},
+                        {64, 8192, 8, 32},
+                        {16, 8192, 8, 32},
+                        {16, 4096, 32, 32},
+                        {32, 8192, 1, 32},
+                        {16, 8192, 8, 16},
+                        {32, 4096, 2, 64}}) {
+    const std::int64_t num_teams = even_teams(std::int64_t{c.num_seqs} * c.heads, 264);
+    CHECK(num_teams == 256);
+    const std::vector<DecodeCut> cuts(static_cast<std::size_t>(c.num_seqs),
+                                      cut_for_decode(0, c.length, c.chunk_keys, c.heads));
+    const std::int64_t total = head_cost(cuts[0]) * c.heads * c.num_seqs;
+    const std::int64_t num_groups = std::int64_t{cuts[0].num_groups} * c.heads * c.num_seqs;
+    const DecodeShares shares = share_out(total, num_teams);
+    for (std::int64_t team = 0; team < num_teams; ++team) {
+      const std::vector<Group> groups =
+          groups_between(cuts, c.heads, shares.begin(team), shares.begin(team + 1));
+      CHECK(static_cast<std::int64_t>(groups.size()) == num_groups / num_teams);
+      // Whole heads, or a part of one.
+      const auto in_head = static_cast<std::size_t>(cuts[0].num_groups);
+      CHECK(groups.size() <= in_head ? groups.front().head == groups.back().head &&
+                                           groups.front().seq == groups.back().seq
+                                     : groups.front().number == 0 && groups.size() % in_head == 0);
+    }
+  }
+  CHECK(even_teams(8, 264) == 264 && even_teams(1, 264) == 264 && even_teams(7, 264) == 259);
+  CHECK(even_teams(150, 264) == 264 && even_teams(264, 264) == 264 && even_teams(265, 264) == 264);
+}
+
 TEST(shares_are_even) {
   for (const std::int64_t total : {std::int64_t{5}, std::int64_t{123456789}, kMaxDecodeCost}) {
     for (const std::int64_t num_teams : {std::int64_t{1}, std::int64_t{264}, kMaxDecodeTeams}) {
       const DecodeShares shares = share_out(total, num_teams);
-      for (std::int64_t team = 0; team < num_teams; ++team) {
-        const std::int64_t size = shares.begin(team + 1) - shares.begin(team);
-        CHECK(size == total / num_teams || size == total / num_teams + 1);
+      for (std::int64_t team = 1; team < num_teams; ++team) {
+        const std::int64_t size = shares.begin(team) - shares.begin(team - 1);
+        if (shares.begin(team - 1) > 0)
+          CHECK(size == total / num_teams || size == total / num_teams + 1);
+        CHECK(size >= 0);
       }
       CHECK(shares.begin(0) == 0 && shares.begin(num_teams) == total);
     }

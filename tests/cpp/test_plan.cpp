@@ -295,6 +295,13 @@ TEST(any_workspace_that_holds_one_slot_does) {
     CHECK(make_plan(p, kGpu, bytes, 90).slot_bytes == plan.slot_bytes);
 }
 
+TEST(a_workspace_of_the_default_size_has_a_slot_for_each_team_of_an_h200) {
+  AttentionProblem p = paged_for_sm90();
+  p.num_seqs = 64;
+  p.table_width = 8192;
+  CHECK(make_plan(p, kGpu, kBytes, 90).num_slots >= 264);
+}
+
 TEST(an_object_reserves_a_slot_for_each_of_its_calls) {
   for (const std::int64_t dim : {64, 128, 192, 256}) {
     for (const std::int64_t max_keys : {16, 1024, 50'000}) {

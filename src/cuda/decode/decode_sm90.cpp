@@ -17,20 +17,21 @@ namespace {
 
 constexpr int kTeamsPerBlock = 2;
 
-/// Calls `launch` with the smallest instance for both head dims.
+/// Calls `launch` with the smallest instance for both head dims and the rows that stand together.
 template <typename T>
-void launch_instance(const DecodeSm90Params& params, std::int64_t dim, bool two_tiles,
+void launch_instance(const DecodeSm90Params& params, std::int64_t dim, std::int64_t rows,
                      cudaStream_t stream) {
   if (dim <= 64) {
-    return two_tiles ? launch_decode_sm90_instance<T, 64, 2>(params, stream)
-                     : launch_decode_sm90_instance<T, 64, 1>(params, stream);
+    return rows > 8 ? launch_decode_sm90_instance<T, 64, 16>(params, stream)
+                    : launch_decode_sm90_instance<T, 64, 8>(params, stream);
   }
   if (dim <= 128) {
-    return two_tiles ? launch_decode_sm90_instance<T, 128, 2>(params, stream)
-                     : launch_decode_sm90_instance<T, 128, 1>(params, stream);
+    return rows > 8   ? launch_decode_sm90_instance<T, 128, 16>(params, stream)
+           : rows > 4 ? launch_decode_sm90_instance<T, 128, 8>(params, stream)
+                      : launch_decode_sm90_instance<T, 128, 4>(params, stream);
   }
-  if (dim <= 192) return launch_decode_sm90_instance<T, 192, 1>(params, stream);
-  return launch_decode_sm90_instance<T, 256, 1>(params, stream);
+  if (dim <= 192) return launch_decode_sm90_instance<T, 192, 8>(params, stream);
+  return launch_decode_sm90_instance<T, 256, 8>(params, stream);
 }
 
 CUtensorMap pool_map(const AttentionProblem& p, const PoolView& pool, std::int64_t dim,
@@ -86,6 +87,9 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   params.group = Divisor(p.gqa_ratio());
   params.row_tiles = Divisor(row_tiles);
   params.heads_per_seq = static_cast<int>(heads);
+  // Several sequences have their row tiles at work at about the same time.
+  constexpr std::int64_t kManyReads = 4;
+  params.reads_once = row_tiles < kManyReads || p.num_seqs < kManyReads;
   params.sees_all = sees_all_keys(p);
   params.short_lengths =
       params.sees_all && p.key_source == KeySource::paged && !p.seq_lens.is_int64;
@@ -104,20 +108,20 @@ void launch_decode_sm90(const AttentionProblem& p, const Plan& plan, void* scrat
   params.slot_for_each_head = p.num_seqs * heads <= plan.num_slots;
   std::int64_t teams = std::int64_t{kTeamsPerBlock} * num_multiprocessors();
   if (!params.slot_for_each_head) teams = std::min(teams, plan.num_slots);
-  teams = std::min(teams, kMaxDecodeTeams);
+  teams = even_teams(p.num_seqs * heads, std::min(teams, kMaxDecodeTeams));
   params.num_teams = static_cast<int>(teams);
   params.teams = Divisor(teams);
 
-  const bool two_tiles = together > kDecodeTileRows;
+  const std::int64_t most_rows = std::min(rows, together);
   switch (p.kv_dtype) {
     case DType::bfloat16:
-      return launch_instance<__nv_bfloat16>(params, dim, two_tiles, stream);
+      return launch_instance<__nv_bfloat16>(params, dim, most_rows, stream);
     case DType::float16:
-      return launch_instance<__half>(params, dim, two_tiles, stream);
+      return launch_instance<__half>(params, dim, most_rows, stream);
     case DType::float8_e4m3fn:
-      return launch_instance<__nv_fp8_e4m3>(params, dim, two_tiles, stream);
+      return launch_instance<__nv_fp8_e4m3>(params, dim, most_rows, stream);
     case DType::int8:
-      return launch_instance<std::int8_t>(params, dim, two_tiles, stream);
+      return launch_instance<std::int8_t>(params, dim, most_rows, stream);
     default:
       throw TypeError("k_pool: got " + to_string(p.kv_dtype) + ", which no kernel reads");
   }

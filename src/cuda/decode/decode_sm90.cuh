@@ -30,11 +30,12 @@
 
 namespace tiledattn::cuda {
 
-template <typename T, int kDim_, int kTiles_>
+template <typename T, int kDim_, int kRows_>
 struct DecodeSm90Config {
   using Element = T;
-  static constexpr int kDim = kDim_;      ///< columns of K and V, zeros beyond the head's own
-  static constexpr int kTiles = kTiles_;  ///< of 8 query rows
+  static constexpr int kDim = kDim_;    ///< columns of K and V, zeros beyond the head's own
+  static constexpr int kRows = kRows_;  ///< query rows, at most, that share each K and V
+  static constexpr int kTiles = (kRows + 7) / 8;  ///< of 8 rows
   static constexpr int kTeams = 2;
   static constexpr int kWarps = kTeams * kDecodeTeamWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
@@ -258,9 +259,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
-template <typename T, int kDim, int kTiles>
+template <typename T, int kDim, int kRows>
 void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream) {
-  using Config = DecodeSm90Config<T, kDim, kTiles>;
+  using Config = DecodeSm90Config<T, kDim, kRows>;
   const std::int64_t blocks = (params.num_teams + Config::kTeams - 1) / Config::kTeams;
   launch(decode_sm90<Config>, "decode_sm90",
          {blocks, Config::kThreads, shared_bytes_of_sm90<DecodeSm90Shared<Config>>(), true}, params,

@@ -29,6 +29,7 @@ struct DecodeSm90Params {
   unsigned max_len = 0;        ///< that a table holds
   bool sees_all = false;       ///< each query token sees all keys of its sequence
   bool early_start = false;    ///< see AttentionProblem; also no scale is read for a key
+  bool reads_once = false;     ///< K and V, as far as L2 is concerned; else by many row tiles
   int box_tokens = 0;
   int num_blocks = 0;
   int rows = 0;           ///< of each KV head: q_len * gqa_ratio
@@ -51,9 +52,9 @@ void launch_decode_sm90(const AttentionProblem& problem, const Plan& plan, void*
                         cudaStream_t stream);
 
 /// One instance. T: the type of K and V, which is that of q or a quantised one; kDim: columns of K
-/// and V, at least head_dim and head_dim_v; kTiles: row tiles of 8 that share each K and V.
+/// and V, at least head_dim and head_dim_v; kRows: query rows that share each K and V.
 /// Instantiated in inst/.
-template <typename T, int kDim, int kTiles>
+template <typename T, int kDim, int kRows>
 void launch_decode_sm90_instance(const DecodeSm90Params& params, cudaStream_t stream);
 
 }  // namespace tiledattn::cuda

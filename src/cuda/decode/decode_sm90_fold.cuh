@@ -29,11 +29,12 @@ struct TeamMember {
   __device__ __forceinline__ void sync() const { named_barrier_sync(team + 1, kThreads); }
 };
 
-/// Eight columns of a row: four, and four that stand half a pass further on.
+/// Four columns of a row or, with two halves, eight: four more that stand half a pass further on.
+template <int kHalves>
 struct PartOfRow {
   float m = -infinity();
   float l = 0.0f;
-  float4 o[2] = {};
+  float4 o[kHalves] = {};
 };
 
 /// o = o * a + other * b.
@@ -45,15 +46,16 @@ __device__ __forceinline__ void scale_and_add(float4& o, float a, const float4& 
 }
 
 /// part = merge(part, later). NaN stays; nothing stands for infinity: two empty parts stay empty.
-__device__ __forceinline__ void fold(PartOfRow& part, const PartOfRow& later) {
+template <int kHalves>
+__device__ __forceinline__ void fold(PartOfRow<kHalves>& part, const PartOfRow<kHalves>& later) {
   const float m = max_or_nan(part.m, later.m);
   const float shift = m == -infinity() ? 0.0f : m;
   const float a = exp_fast(__fsub_rn(part.m, shift));
   const float b = exp_fast(__fsub_rn(later.m, shift));
   part.m = m;
   part.l = fmaf(later.l, b, __fmul_rn(part.l, a));
-  scale_and_add(part.o[0], a, later.o[0], b);
-  scale_and_add(part.o[1], a, later.o[1], b);
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) scale_and_add(part.o[half], a, later.o[half], b);
 }
 
 /// Where a column of a row stands. Lanes write rows 2t and 2t + 1 and column g at a time: this
@@ -83,13 +85,16 @@ struct alignas(16) SliceBuffers {
   int first_counts[kMaxParts];  ///< see bring()
 };
 
-/// The rows and columns of one thread in all folds.
+/// The row and the columns of one thread in all folds: eight columns, or four where the team has
+/// threads enough for that.
 template <typename Config>
 struct FoldPlace {
-  static constexpr int kThreadsPerRow = Config::kPassColumns / 8;
+  static constexpr int kFours = Config::kPassColumns / 4;  // of a row
+  static constexpr int kHalves = Config::kRows * kFours > TeamMember::kThreads ? 2 : 1;
+  static constexpr int kThreadsPerRow = kFours / kHalves;
   static constexpr int kHalf = Config::kPassColumns / 2;
   int row;     ///< of the head's tile of rows
-  int column;  ///< of the pass, the first of four; four more at + kHalf
+  int column;  ///< of the pass, the first of four; the second four stand at + kHalf
 
   __device__ explicit FoldPlace(const TeamMember& member)
       : row(member.thread / kThreadsPerRow), column(member.thread % kThreadsPerRow * 4) {}
@@ -100,7 +105,7 @@ template <typename Config>
 struct HeadTotals {
   static constexpr int kPasses = Config::kDim / Config::kPassColumns;
   static constexpr bool kUsed = kQuantized<typename Config::Element> && Config::kTiles > 1;
-  PartOfRow parts[kUsed ? kPasses : 1];
+  PartOfRow<FoldPlace<Config>::kHalves> parts[kUsed ? kPasses : 1];
 };
 
 template <typename Config>
@@ -108,6 +113,7 @@ class HeadResult {
  public:
   static constexpr int kPasses = HeadTotals<Config>::kPasses;
   using Place = FoldPlace<Config>;
+  using Part = PartOfRow<Place::kHalves>;
 
   /// `totals`: this thread's own, where they are used.
   __device__ __forceinline__ explicit HeadResult(HeadTotals<Config>* totals) : totals_(totals) {}
@@ -118,7 +124,7 @@ class HeadResult {
                                         const HeadRows& head, int first_group, int slot) {
     first_group_ = first_group;
     slot_ = slot;
-    present_ = place.row < Config::kTiles * 8 && head.first_row + place.row < params.rows;
+    present_ = place.row < Config::kRows && head.first_row + place.row < params.rows;
   }
 
   /// Folds one group, of which each warp brings its slice. Called by the whole team.
@@ -139,7 +145,7 @@ class HeadResult {
       write_slice(buffers, member.warp, slice, pass);
       member.sync();
       if (present_) {
-        const PartOfRow part = fold_slices(buffers, place);
+        const Part part = fold_slices(buffers, place);
         if (group == 0) {
           total(pass) = part;
         } else if (first_group_ == 0) {
@@ -231,7 +237,7 @@ class HeadResult {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Place::kHalves; ++half) {
         const int column = column_of(place, pass, half);
         if (column >= p.head_dim_v) continue;
         const float4& o = total(pass).o[half];
@@ -244,7 +250,7 @@ class HeadResult {
   }
 
  private:
-  __device__ __forceinline__ PartOfRow& total(int pass) {
+  __device__ __forceinline__ Part& total(int pass) {
     if constexpr (HeadTotals<Config>::kUsed) {
       return totals_->parts[pass];
     } else {
@@ -282,25 +288,29 @@ class HeadResult {
   }
 
   /// The slices of this thread's columns. Those that saw nothing weigh nothing.
-  __device__ __forceinline__ static PartOfRow fold_slices(const SliceBuffers<Config>& buffers,
-                                                          const Place& place) {
+  __device__ __forceinline__ static Part fold_slices(const SliceBuffers<Config>& buffers,
+                                                     const Place& place) {
     float2 ml[kDecodeTeamWarps];
-    PartOfRow part;
+    Part part;
 #pragma unroll
     for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
       ml[warp] = buffers.ml[warp][place.row];
       part.m = max_or_nan(part.m, ml[warp].x);
     }
     const float shift = part.m == -infinity() ? 0.0f : part.m;
+    float weights[kDecodeTeamWarps];
 #pragma unroll
     for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
-      const float weight = exp_fast(__fsub_rn(ml[warp].x, shift));
-      part.l = fmaf(ml[warp].y, weight, part.l);
+      weights[warp] = exp_fast(__fsub_rn(ml[warp].x, shift));
+      part.l = fmaf(ml[warp].y, weights[warp], part.l);
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 o = *reinterpret_cast<const float4*>(
-            &buffers.o[warp][place.row][swizzled(place.row, place.column + half * Place::kHalf)]);
-        scale_and_add(part.o[half], 1.0f, o, weight);
+    for (int half = 0; half < Place::kHalves; ++half) {
+      const int column = swizzled(place.row, place.column + half * Place::kHalf);
+#pragma unroll
+      for (int warp = 0; warp < kDecodeTeamWarps; ++warp) {
+        const float4 o = *reinterpret_cast<const float4*>(&buffers.o[warp][place.row][column]);
+        scale_and_add(part.o[half], 1.0f, o, weights[warp]);
       }
     }
     return part;
@@ -325,10 +335,10 @@ class HeadResult {
   }
 
   __device__ __forceinline__ void store_partial(const DecodeSm90Params& params, const Place& place,
-                                                int pass, int group, const PartOfRow& part) const {
+                                                int pass, int group, const Part& part) const {
     float* const row = partial_row(params, place, group);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < Place::kHalves; ++half) {
       const int column = column_of(place, pass, half);
       if (column < params.problem.head_dim_v)
         __stcg(reinterpret_cast<float4*>(row + kDecodePartialHeader + column), part.o[half]);
@@ -348,38 +358,46 @@ class HeadResult {
     return x;
   }
 
+  /// The same for the two floats before a row.
+  __device__ __forceinline__ static float2 load_header_now(const float* at) {
+    float2 x;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
+    return x;
+  }
+
   /// The partial results of all groups, of which the first `first_count` are one.
-  __device__ __forceinline__ PartOfRow fold_partials(const DecodeSm90Params& params,
-                                                     const Place& place, int pass, int first_count,
-                                                     int num_groups) const {
-    constexpr int kAtOnce = Config::kTiles > 1 ? 4 : 8;  // what the registers hold
+  __device__ __forceinline__ Part fold_partials(const DecodeSm90Params& params, const Place& place,
+                                                int pass, int first_count, int num_groups) const {
+    // What the registers hold.
+    constexpr int kAtOnce = Place::kHalves == 1 ? 16 : Config::kTiles > 1 ? 4 : 8;
     const int num_parts = num_groups - first_count + 1;
     const float* const rows = partial_row(params, place, 0);
     const int size = partial_size(params);
-    int columns[2];
+    int columns[Place::kHalves];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < Place::kHalves; ++half) {
       const int column = column_of(place, pass, half);  // past the last ones: any
       columns[half] =
           column < params.problem.head_dim_v ? static_cast<int>(kDecodePartialHeader) + column : 0;
     }
-    PartOfRow total;
+    Part total;
 #pragma unroll 1
     for (int first = 0; first < num_parts; first += kAtOnce) {
-      PartOfRow parts[kAtOnce];
+      Part parts[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int part = first + i < num_parts ? first + i : num_parts - 1;
         const float* const row = rows + (part == 0 ? 0 : part + first_count - 1) * size;
-        const float4 header = load_now(row);
+        const float2 header = load_header_now(row);
         parts[i].m = header.x;
         parts[i].l = header.y;
-        parts[i].o[0] = load_now(row + columns[0]);
-        parts[i].o[1] = load_now(row + columns[1]);
+#pragma unroll
+        for (int half = 0; half < Place::kHalves; ++half)
+          parts[i].o[half] = load_now(row + columns[half]);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        PartOfRow with = total;
+        Part with = total;
         fold(with, parts[i]);
         if (first + i == 0) with = parts[i];  // its very bits
         if (first + i < num_parts) total = with;
@@ -397,7 +415,7 @@ class HeadResult {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Place::kHalves; ++half) {
         const int column = column_of(place, pass, half);
         if (column >= p.head_dim_v) continue;
         float* const at = p.state.o + row * p.head_dim_v + column;
@@ -466,7 +484,7 @@ class HeadResult {
   bool present_ = false;
   int slot_ = 0;
   HeadTotals<Config>* totals_;
-  PartOfRow own_[HeadTotals<Config>::kUsed ? 1 : kPasses];
+  Part own_[HeadTotals<Config>::kUsed ? 1 : kPasses];
 };
 
 }  // namespace tiledattn::cuda

@@ -133,11 +133,15 @@ class RingLoads {
     if (lane_index() == 0) full_[kSlot].arrive_expecting(boxes * params.box_tokens * kRowBytes);
     __syncwarp();
     if (good) {
-      load_box_once(
-          ring_ + kSlot * Config::kSlotBytes + offset_,
-          kSlot == kKeys ? params.k_map : params.v_map,
-          {first_column_, current_.token, current_.kv_head, static_cast<int>(current_.block)},
-          full_[kSlot]);
+      unsigned char* const to = ring_ + kSlot * Config::kSlotBytes + offset_;
+      const CUtensorMap& map = kSlot == kKeys ? params.k_map : params.v_map;
+      const BoxAt box{first_column_, current_.token, current_.kv_head,
+                      static_cast<int>(current_.block)};
+      if (Config::kRows <= 8 || params.reads_once) {
+        load_box_once(to, map, box, full_[kSlot]);
+      } else {
+        load_box(to, map, box, full_[kSlot]);
+      }
     }
     if (kSlot == kKeys) return;
     const bool bad = current_.inside && !good;

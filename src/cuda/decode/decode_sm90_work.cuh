@@ -135,7 +135,8 @@ struct Share {
   std::int64_t total;  ///< length of the line
 };
 
-/// Sets share.end, and gives where the share of `team` begins. Int: a type for places in the line.
+/// As DecodeShares has it: sets share.end, and gives where the share of `team` begins. Int: a type
+/// for places in the line.
 template <typename Int>
 __device__ __forceinline__ Int begin_of_share(const DecodeSm90Params& params, int team,
                                               Share& share) {
@@ -149,7 +150,9 @@ __device__ __forceinline__ Int begin_of_share(const DecodeSm90Params& params, in
   }
   const int rest = static_cast<int>(total - each * params.num_teams);
   share.end = each * (team + 1) + params.teams.divide(rest * (team + 1));
-  return each * team + params.teams.divide(rest * team);
+  if (team + 1 < params.num_teams) share.end -= kDecodeHeadCost;
+  const Int begin = each * team + params.teams.divide(rest * team) - kDecodeHeadCost;
+  return begin > 0 ? begin : 0;
 }
 
 /// share.first.work is that of sequence `seq`, which begins in the line at `seq_begin`. The rest of

@@ -3,7 +3,7 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<__nv_bfloat16, 192, 1>(const DecodeSm90Params&,
+template void launch_decode_sm90_instance<__nv_bfloat16, 192, 8>(const DecodeSm90Params&,
                                                                  cudaStream_t);
 
 }  // namespace tiledattn::cuda

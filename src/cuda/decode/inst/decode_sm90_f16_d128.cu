@@ -3,7 +3,8 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<__half, 128, 1>(const DecodeSm90Params&, cudaStream_t);
-template void launch_decode_sm90_instance<__half, 128, 2>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 128, 4>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 128, 8>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 128, 16>(const DecodeSm90Params&, cudaStream_t);
 
 }  // namespace tiledattn::cuda

@@ -3,6 +3,6 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<__half, 192, 1>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 192, 8>(const DecodeSm90Params&, cudaStream_t);
 
 }  // namespace tiledattn::cuda

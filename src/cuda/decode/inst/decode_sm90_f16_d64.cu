@@ -3,7 +3,7 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<__half, 64, 1>(const DecodeSm90Params&, cudaStream_t);
-template void launch_decode_sm90_instance<__half, 64, 2>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 64, 8>(const DecodeSm90Params&, cudaStream_t);
+template void launch_decode_sm90_instance<__half, 64, 16>(const DecodeSm90Params&, cudaStream_t);
 
 }  // namespace tiledattn::cuda

@@ -3,9 +3,11 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<std::int8_t, 128, 1>(const DecodeSm90Params&,
+template void launch_decode_sm90_instance<std::int8_t, 128, 4>(const DecodeSm90Params&,
                                                                cudaStream_t);
-template void launch_decode_sm90_instance<std::int8_t, 128, 2>(const DecodeSm90Params&,
+template void launch_decode_sm90_instance<std::int8_t, 128, 8>(const DecodeSm90Params&,
                                                                cudaStream_t);
+template void launch_decode_sm90_instance<std::int8_t, 128, 16>(const DecodeSm90Params&,
+                                                                cudaStream_t);
 
 }  // namespace tiledattn::cuda

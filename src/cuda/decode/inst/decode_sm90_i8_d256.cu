@@ -3,7 +3,7 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<std::int8_t, 256, 1>(const DecodeSm90Params&,
+template void launch_decode_sm90_instance<std::int8_t, 256, 8>(const DecodeSm90Params&,
                                                                cudaStream_t);
 
 }  // namespace tiledattn::cuda

@@ -3,9 +3,9 @@
 
 namespace tiledattn::cuda {
 
-template void launch_decode_sm90_instance<std::int8_t, 64, 1>(const DecodeSm90Params&,
+template void launch_decode_sm90_instance<std::int8_t, 64, 8>(const DecodeSm90Params&,
                                                               cudaStream_t);
-template void launch_decode_sm90_instance<std::int8_t, 64, 2>(const DecodeSm90Params&,
-                                                              cudaStream_t);
+template void launch_decode_sm90_instance<std::int8_t, 64, 16>(const DecodeSm90Params&,
+                                                               cudaStream_t);
 
 }  // namespace tiledattn::cuda
