@@ -61,11 +61,13 @@ void cut_prefill(const AttentionProblem& p, Plan& plan) {
   if (p.key_source == KeySource::paged && p.window_left != kNoWindow) return;
   constexpr std::int64_t kTileRows = 128;
   constexpr std::int64_t kFewTiles = 64;
-  constexpr std::int64_t kEnoughTiles = 128;
   const std::int64_t tiles = (p.q_len + kTileRows - 1) / kTileRows * p.num_q_heads;
   if (tiles > kFewTiles) return;
+  // Of the smallest tiles a multiprocessor works on two.
+  const bool small = p.q_len <= 64 && std::max(p.head_dim, p.head_dim_v) <= 128;
+  const std::int64_t enough = small ? 256 : 128;
   const std::int64_t limit = segment_limit(p.q_len * p.num_q_heads, p.head_dim_v);
-  cut_segments(p, {std::min(limit, kEnoughTiles / tiles), kPrefillSegmentUnit}, plan);
+  cut_segments(p, {std::min(limit, enough / tiles), kPrefillSegmentUnit}, plan);
 }
 
 /// For the kernels that multiply by its inverse.

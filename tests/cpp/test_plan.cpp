@@ -419,6 +419,8 @@ TEST(prefill_of_few_rows_is_cut_by_what_each_sequence_has) {
     CHECK(plan_of(batch, 100, 100'000, 16).cut.limit == 8);
     CHECK(plan_of(batch, 100, 5000, 16).cut.limit == 8);
   }
+  CHECK(plan_of(1, 64, 100'000, 16).cut.limit == 16);  // small tiles, twice as many
+  CHECK(plan_of(1, 65, 100'000, 16).cut.limit == 8);
   CHECK(plan_of(1, 100, kPrefillSegmentUnit, 16).max_segments == 1);
   CHECK(plan_of(1, 100, kPrefillSegmentUnit + 1, 16).max_segments == 2);
   CHECK(plan_of(1, 100, 100'000, 65).max_segments == 1);  // tiles enough
