@@ -90,7 +90,7 @@ def test_options(option, shape, head_dim, dtype, gpu):
     _check(gpu, _flash(shape, head_dim, OPTIONS[option], spread=3.0), dtype, tight=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "shape",

@@ -20,9 +20,10 @@ namespace tiledattn::cuda {
 namespace {
 
 /// Under a mask: K and V of the heads that go together, and bounds on how many heads those are.
-constexpr std::int64_t kSectionBytes = std::int64_t{64} << 20;
+/// More would not stay in the L2 cache until the last of their tiles are done.
+constexpr std::int64_t kSectionBytes = std::int64_t{32} << 20;
 constexpr std::int64_t kLeastSectionHeads = 16;
-constexpr std::int64_t kMostSectionHeads = 64;
+constexpr std::int64_t kMostSectionHeads = 32;
 /// Up to these many query tokens, small blocks, several of them on each SM, hide latency best.
 constexpr std::int64_t kShortRowsD64 = 128;
 constexpr std::int64_t kShortRowsD64Causal = 1024;

@@ -62,7 +62,7 @@ struct PrefillSm90Config {
   static constexpr bool kSplits = kConsumers != 3;
   /// The first rows of a tile may see whole tiles of keys less than the last: each warpgroup passes
   /// over those that none of its rows sees.
-  static constexpr bool kTall = kRows - 64 >= kKeys && !kGeneral;
+  static constexpr bool kTall = kRows > kKeys && !kGeneral;
   /// ptxas moves the exponentials behind the wait for the running product unless something with a
   /// side effect hangs on them. How many rows of a thread it pays to keep in front, as measured.
   static constexpr int kAnchoredRows = kDim > 128                                    ? 2

@@ -188,7 +188,8 @@ class Consumer {
   __device__ __forceinline__ void make_first_weights(float (&scores)[kScores], RowPair& rows,
                                                      const WorkTile& work) const {
     if (Config::kGeneral) transform_scores(scores, params_);
-    mask(scores, work, end_of_keys(work) - 1);
+    const int tile = end_of_keys(work) - 1;
+    if (Config::kGeneral || tile >= full_end(work)) mask(scores, work, tile);
     make_weights<true>(scores, rows, params_.scores.log2_scale);
     rows.rescale[0] = rows.rescale[1] = 1.0f;  // there is no output yet
   }
