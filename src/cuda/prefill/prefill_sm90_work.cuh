@@ -85,8 +85,9 @@ __device__ __forceinline__ void set_rows(WorkTile& tile, const PrefillSm90Params
                                          const KeySpan& keys) {
   const std::int32_t position = keys.kv_len - q_len;
   const std::int32_t first_visible = max(keys.begin, position - params.window_left);
-  // A piece of a block is loaded as a whole.
-  const std::int32_t unseen = params.page_rows > 0 ? first_visible % params.page_rows : 0;
+  // A piece of a block is loaded as a whole. Without a window it begins where the keys do.
+  const std::int32_t unseen =
+      Config::kGeneral && params.page_rows > 0 ? first_visible % params.page_rows : 0;
   const std::int32_t first_key = first_visible - unseen;
   tile.num_rows = q_len - first_row;
   tile.key_row += first_key;
