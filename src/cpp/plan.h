@@ -118,12 +118,20 @@ TILEDATTN_HOST_DEVICE Int num_segments(Int num_keys, SegmentCut cut) {
   return (num_keys + keys - 1) / keys;
 }
 
+/// Where segment `index` begins among `num_keys` visible keys; that of the one behind the last is
+/// their end.
+template <typename Int>
+TILEDATTN_HOST_DEVICE Int segment_begin(Int num_keys, Int index, SegmentCut cut) {
+  const Int begin = index * segment_keys(num_keys, cut);
+  return begin < num_keys ? begin : num_keys;
+}
+
 /// Segment `index` of the sequence's visible keys (of all its query tokens).
 TILEDATTN_HOST_DEVICE KeyRange segment_range(const KeyRange& visible, std::int64_t index,
                                              SegmentCut cut) {
-  const std::int64_t keys = segment_keys(visible.end - visible.begin, cut);
-  const std::int64_t begin = visible.begin + index * keys;
-  return {begin, detail::min64(begin + keys, visible.end)};
+  const std::int64_t num_keys = visible.end - visible.begin;
+  return {visible.begin + segment_begin(num_keys, index, cut),
+          visible.begin + segment_begin(num_keys, index + 1, cut)};
 }
 
 /// Throws ValueError naming `workspace` when its bytes do not hold one sequence, or, on a GPU with

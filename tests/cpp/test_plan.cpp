@@ -60,6 +60,9 @@ TEST(segments_cover_all_keys_in_order) {
         CHECK(range.begin == next);
         CHECK(!range.empty());
         CHECK(range.end - range.begin <= segment_keys(num_keys, cut));
+        // The Hopper kernel counts in 32 bits.
+        const auto few = static_cast<std::int32_t>(num_keys);
+        CHECK(visible.begin + segment_begin(few, static_cast<std::int32_t>(i), cut) == range.begin);
         next = range.end;
       }
       CHECK(next == visible.end);

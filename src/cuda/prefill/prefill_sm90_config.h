@@ -17,7 +17,8 @@ namespace tiledattn::cuda {
 /// One instance of the kernel. kDim: columns of q, K and V that the matrix products cover, both
 /// head dims rounded up. kConsumers: warpgroups that compute, each 64 rows of q. kKeys: keys of a
 /// tile. kGeneral: windows, softcap and any scale; without it causal masks and positive scales.
-template <typename T_, int kDim_, int kConsumers_, int kKeys_, bool kGeneral_, int kBlocks_ = 1>
+template <typename T_, int kDim_, int kConsumers_, int kKeys_, bool kGeneral_, int kBlocks_ = 1,
+          bool kSplits_ = true>
 struct PrefillSm90Config {
   using T = T_;
   static constexpr int kDim = kDim_;
@@ -58,8 +59,7 @@ struct PrefillSm90Config {
   /// own, read from the packed weights, serves the next step. Weights then reach far above 1, which
   /// float16 does not. Where products are long the exponentials have time enough.
   static constexpr bool kLagged = kDim <= 128 && !kGeneral && std::is_same_v<T, __nv_bfloat16>;
-  /// May work on a segment of the keys. Instances for long sequences never have to.
-  static constexpr bool kSplits = kConsumers != 3;
+  static constexpr bool kSplits = kSplits_;  ///< may work on a segment of the keys
   /// The first rows of a tile may see whole tiles of keys less than the last: each warpgroup passes
   /// over those that none of its rows sees.
   static constexpr bool kTall = kRows > kKeys && !kGeneral;

@@ -123,9 +123,8 @@ __device__ __forceinline__ bool take_segment(WorkTile& tile, const PrefillSm90Pa
   const std::int32_t count = num_segments(num_keys, cut);
   if (count <= 1) return segment == 0;
   if (segment >= count) return false;
-  const std::int32_t length = segment_keys(num_keys, cut);
-  keys.begin = first_key + segment * length;
-  keys.end = min(keys.begin + length, keys.kv_len);
+  keys.begin = first_key + segment_begin(num_keys, segment, cut);
+  keys.end = first_key + segment_begin(num_keys, segment + 1, cut);
   tile.segment = segment;
   return true;
 }
