@@ -32,10 +32,10 @@ constexpr std::int64_t kDecodeRows = 64;
 constexpr std::int64_t kPrefillRows = 128;
 /// Below this many tiles for each thread, segments are spread over the threads.
 constexpr std::int64_t kTilesPerThread = 4;
-/// Segments in a row, where they are spread, and the parts that each thread should find
-/// nevertheless.
+/// Segments that a thread takes in a row, where they are spread: at most so many, and of those that
+/// are left no more than this part of an even share.
 constexpr std::int64_t kMostInARow = 8;
-constexpr std::int64_t kPartsPerThread = 32;
+constexpr std::int64_t kPartOfShare = 4;
 
 /// One problem, cut into tiles that the threads share.
 class Attention {
@@ -213,16 +213,19 @@ void Attention::split(const Attention* steps, const std::vector<std::vector<Tile
       count += segments;
     }
   }
-  // Where there are many segments a thread takes some in a row, and less often waits for the first
-  // keys of one.
-  const std::int64_t in_a_row =
-      std::clamp<std::int64_t>(count / (kPartsPerThread * get_num_threads()), 1, kMostInARow);
+  // Segments in a row wait for the first keys of but one of them. Towards the end parts get
+  // smaller, so that the threads end together.
   reserve(parts, count);
   for (std::size_t step = 0; step < num_steps; ++step) {
     for (std::size_t tile = 0; tile < num_tiles; ++tile) {
       const std::int64_t segments = chains[tile].left[step];
-      for (std::int64_t i = 0; i < segments; i += in_a_row)
-        parts.push_back({step, tile, i, std::min(i + in_a_row, segments)});
+      for (std::int64_t i = 0, end = 0; i < segments; i = end) {
+        end = std::min(i + std::clamp<std::int64_t>(count / (kPartOfShare * get_num_threads()), 1,
+                                                    kMostInARow),
+                       segments);
+        count -= end - i;
+        parts.push_back({step, tile, i, end});
+      }
     }
   }
   const auto merge_what_is_done = [&](std::size_t tile) {
