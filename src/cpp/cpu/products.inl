@@ -273,11 +273,22 @@ Panel panel_at(const BlockArgs& a, int first) {
   return panel;
 }
 
-/// What is fetched of the next block into L2 while a panel is computed, as in skeleton.inl.
+/// Keys of the next block, fetched into L2 as in skeleton.inl: every panel fetches a share of them.
 struct Fetch {
-  bool k;
-  bool v;
+  int share;
+  int next = 0;
+  int end = 0;
 };
+
+/// Some keys, with `keys` of those of the block.
+template <typename T>
+TILEDATTN_INLINE void fetch_some(const BlockArgs& a, int keys, Fetch& fetch) {
+  const int most = (keys * fetch.share + kBlockKeys - 1) / kBlockKeys;
+  for (int i = 0; i < most && fetch.next < fetch.end; ++i, ++fetch.next) {
+    prefetch_row(a.next_k[fetch.next], a.head_dim * static_cast<int>(sizeof(T)));
+    prefetch_row(a.next_v[fetch.next], a.head_dim_v * static_cast<int>(sizeof(T)));
+  }
+}
 
 /// What the rows of a panel take from V.
 template <typename T>
@@ -308,21 +319,16 @@ TILEDATTN_INLINE void add_panel_values(const BlockArgs& a, const Panel& panel, c
 namespace {
 
 template <typename T>
-void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
+void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, Fetch& fetch) {
   alignas(64) PanelScores scores;
   alignas(64) float factor[kPanel];
-  const int k_bytes = a.head_dim * static_cast<int>(sizeof(T));
-  const int v_bytes = a.head_dim_v * static_cast<int>(sizeof(T));
   const int units = units_of<T>(a.head_dim);
   const float* q = a.q_panels + static_cast<int64_t>(panel.first) * units;
   int keys = kPanel;
   for (int j = kTiles<T> ? panel.key_begin / kPanel * kPanel : panel.key_begin; j < panel.key_end;
        j += keys) {
     if constexpr (!kTiles<T>) keys = keys_at_once(panel.key_end - j);
-    for (int i = j; i < j + keys && i < a.num_next_keys; ++i) {
-      if (fetch.k) prefetch_row(a.next_k[i], k_bytes);
-      if (fetch.v) prefetch_row(a.next_v[i], v_bytes);
-    }
+    fetch_some<T>(a, keys, fetch);
     if constexpr (kTiles<T>) {
       TileProduct<T>::multiply(rows.k[j], units, q, kPanel, units, scores[j], kPanel);
     } else {
@@ -342,13 +348,14 @@ void attend_products(const BlockArgs& a) {
   [[maybe_unused]] const typename TileProduct<T>::Registers registers;
   KeyRows rows;
   make_key_rows<T>(a, rows);
-  // A panel's time for each of K and V of the next block, where there are two panels.
-  Fetch fetch{true, reads_once(a)};
+  const int num_panels = (a.num_rows + kPanel - 1) / kPanel;
+  Fetch fetch{(a.num_next_keys + num_panels - 1) / num_panels};
   for (int first = 0; first < a.num_rows; first += kPanel) {
     const Panel panel = panel_at(a, first);
     if (panel.key_begin >= panel.key_end) continue;
+    fetch.end =
+        fetch.end + fetch.share < a.num_next_keys ? fetch.end + fetch.share : a.num_next_keys;
     attend_panel<T>(a, panel, rows, fetch);
-    fetch = {false, fetch.k && !fetch.v};
   }
 }
 
