@@ -42,11 +42,8 @@ using Scores = float[kGroupRows][kBlockKeys];
 /// exp(x) for x <= 0 to about one unit in the last place; 0 below the smallest normal number; NaN
 /// stays NaN.
 TILEDATTN_INLINE Vec exp_negative(Vec x) {
-  const Vec lowest = broadcast(-87.3365f);
-  const Vec clamped = larger(lowest, x);
-  const Vec n = nearest(clamped * 1.44269504f);
-  Vec r =
-      fma(n, broadcast(-0.693359375f), clamped);  // ln 2 in two parts: n times the first is exact
+  const Vec n = nearest(x * 1.44269504f);
+  Vec r = fma(n, broadcast(-0.693359375f), x);  // ln 2 in two parts: n times the first is exact
   r = fma(n, broadcast(2.12194440e-4f), r);
   Vec p = broadcast(0.0013814610f);
   p = fma(p, r, broadcast(0.0083687101f));
@@ -54,7 +51,8 @@ TILEDATTN_INLINE Vec exp_negative(Vec x) {
   p = fma(p, r, broadcast(0.1666652113f));
   p = fma(p, r, broadcast(0.4999999404f));
   p = fma(p, r * r, r) + 1.0f;
-  return select(x < lowest, Vec{}, p * power_of_two(n));
+  // What was computed for x further down, -inf among it, is of no use.
+  return select(x < broadcast(-87.3365f), Vec{}, p * power_of_two(n));
 }
 
 TILEDATTN_INLINE Vec tanh(Vec x) {
