@@ -27,6 +27,15 @@ def test_core_set(isa):
     assert said == {"isa": isa, "count": wanted}
 
 
+def test_products_of_one_sign_stay_precise(isa):
+    code = """
+import arrays, test_flash
+for q_len in (1, 12):
+    test_flash.test_products_of_one_sign_stay_precise(q_len, 256, arrays.make_carrier("cpu"))
+"""
+    assert processes.run(code, TILEDATTN_CPU_ISA=isa) == ""
+
+
 def test_tiles_are_used_where_cpu_and_system_have_them():
     flags = (
         set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))

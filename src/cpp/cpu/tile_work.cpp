@@ -12,6 +12,8 @@
 namespace tiledattn::cpu {
 namespace {
 
+static_assert(kMostElements == kMaxHeadDim);
+
 /// From this many rows on, two matrix products cost less than groups of rows.
 constexpr std::int64_t kMinProductRows = 12;
 /// Keys of a block of decode. The first block of a tile comes without having been fetched, so that
