@@ -27,6 +27,15 @@ def test_core_set(isa):
     assert said == {"isa": isa, "count": wanted}
 
 
+def test_products_of_one_sign_stay_precise(isa):
+    code = """
+import arrays, test_flash
+for q_len in (1, 12):
+    test_flash.test_products_of_one_sign_stay_precise(q_len, 256, arrays.make_carrier("cpu"))
+"""
+    assert processes.run(code, TILEDATTN_CPU_ISA=isa) == ""
+
+
 def test_tiles_are_used_where_cpu_and_system_have_them():
     flags = (
         set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
@@ -40,6 +49,21 @@ def test_tiles_are_used_where_cpu_and_system_have_them():
         pytest.skip(f"no {', '.join(sorted(missing))} in /proc/cpuinfo")
     refused = processes.run(ASK_FOR_TILES).strip()
     assert offered == (refused == "0")
+
+
+def test_a_process_has_tiles_only_where_their_set_is_chosen(isa):
+    code = """
+import ctypes, platform
+import numpy as np, tiledattn as ta
+x = np.zeros((1, 1, 1, 8), np.float32)
+ta.flash_attention(x, x, x)
+ta.info()
+permitted = ctypes.c_uint64(0)
+if platform.machine() == "x86_64":  # arch_prctl(ARCH_GET_XCOMP_PERM); 0 where Linux does not know it
+    ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted))
+print(permitted.value >> 18 & 1)
+"""
+    assert processes.run(code, TILEDATTN_CPU_ISA=isa).strip() == str(int(isa == "amxbf16"))
 
 
 def test_an_unknown_instruction_set_is_refused_by_name():

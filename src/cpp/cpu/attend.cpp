@@ -32,10 +32,10 @@ constexpr std::int64_t kDecodeRows = 64;
 constexpr std::int64_t kPrefillRows = 128;
 /// Below this many tiles for each thread, segments are spread over the threads.
 constexpr std::int64_t kTilesPerThread = 4;
-/// Segments in a row, where they are spread, and the parts that each thread should find
-/// nevertheless.
+/// Segments that a thread takes in a row, where they are spread: at most so many, and of those that
+/// are left no more than this part of an even share.
 constexpr std::int64_t kMostInARow = 8;
-constexpr std::int64_t kPartsPerThread = 32;
+constexpr std::int64_t kPartOfShare = 4;
 
 /// One problem, cut into tiles that the threads share.
 class Attention {
@@ -64,7 +64,7 @@ class Attention {
   void run_sequences(std::int64_t first, std::int64_t last) const;
   std::vector<Tile> make_tiles(std::int64_t first, std::int64_t last) const;
   bool worth_splitting(const std::vector<Tile>& tiles) const;
-  void walk(const Tile& t) const;
+  void walk(const std::vector<Tile>& tiles, std::int64_t index) const;
   static void split(const Attention* steps, const std::vector<std::vector<Tile>>& tiles,
                     std::int64_t first);
   void merge(const Tile& t, std::int64_t first, const Workbench& bench) const;
@@ -107,8 +107,7 @@ void Attention::run() const {
 void Attention::run_sequences(std::int64_t first, std::int64_t last) const {
   const std::vector<Tile> tiles = make_tiles(first, last);
   if (worth_splitting(tiles)) return split(this, {tiles}, first);
-  parallel_for(static_cast<std::int64_t>(tiles.size()),
-               [&](std::int64_t i) { walk(tiles[static_cast<std::size_t>(i)]); });
+  parallel_for(static_cast<std::int64_t>(tiles.size()), [&](std::int64_t i) { walk(tiles, i); });
 }
 
 /// Where the heads of a token lie side by side, a tile takes several: each page of memory is then
@@ -151,7 +150,13 @@ bool Attention::worth_splitting(const std::vector<Tile>& tiles) const {
   return static_cast<std::int64_t>(tiles.size()) < kTilesPerThread * get_num_threads();
 }
 
-void Attention::walk(const Tile& t) const {
+void Attention::walk(const std::vector<Tile>& tiles, std::int64_t index) const {
+  const Tile& t = tiles[static_cast<std::size_t>(index)];
+  // Where all threads take as long, this is the thread's next tile.
+  const auto following = static_cast<std::size_t>(index + get_num_threads());
+  KeysAhead ahead;
+  if (following < tiles.size())
+    ahead = work_.first_keys(tiles[following], 0, work_.segments_of(tiles[following].sequence));
   Workbench& bench = work_.prepare(t);
   const std::int64_t rows = work_.num_rows(t);
   const std::int64_t segments = work_.segments_of(t.sequence);
@@ -159,7 +164,9 @@ void Attention::walk(const Tile& t) const {
     for (std::int64_t r = 0; r < rows; ++r) clear_row(bench.total_row(r), p_.head_dim_v);
   }
   for (std::int64_t segment = 0; segment < segments; ++segment) {
-    work_.fold_segment(t, segment, work_.first_keys(t, segment + 1, segments), bench);
+    const bool last = segment + 1 == segments;
+    work_.fold_segment(t, segment, last ? ahead : work_.first_keys(t, segment + 1, segments),
+                       bench);
     if (segment == 0) {  // what a merge into nothing would copy
       std::swap(bench.partial, bench.total);
       continue;
@@ -180,8 +187,7 @@ void Attention::run_in_turn(const std::vector<Attention>& steps) {
   for (const Attention& step : steps) tiles.push_back(step.make_tiles(0, step.p_.num_seqs));
   if (steps[0].worth_splitting(tiles[0])) return split(steps.data(), tiles, 0);
   parallel_for(static_cast<std::int64_t>(tiles[0].size()), [&](std::int64_t i) {
-    for (std::size_t step = 0; step < steps.size(); ++step)
-      steps[step].walk(tiles[step][static_cast<std::size_t>(i)]);
+    for (std::size_t step = 0; step < steps.size(); ++step) steps[step].walk(tiles[step], i);
   });
 }
 
@@ -213,16 +219,19 @@ void Attention::split(const Attention* steps, const std::vector<std::vector<Tile
       count += segments;
     }
   }
-  // Where there are many segments a thread takes some in a row, and less often waits for the first
-  // keys of one.
-  const std::int64_t in_a_row =
-      std::clamp<std::int64_t>(count / (kPartsPerThread * get_num_threads()), 1, kMostInARow);
+  // Segments in a row wait for the first keys of but one of them. Towards the end parts get
+  // smaller, so that the threads end together.
   reserve(parts, count);
   for (std::size_t step = 0; step < num_steps; ++step) {
     for (std::size_t tile = 0; tile < num_tiles; ++tile) {
       const std::int64_t segments = chains[tile].left[step];
-      for (std::int64_t i = 0; i < segments; i += in_a_row)
-        parts.push_back({step, tile, i, std::min(i + in_a_row, segments)});
+      for (std::int64_t i = 0, end = 0; i < segments; i = end) {
+        end = std::min(i + std::clamp<std::int64_t>(count / (kPartOfShare * get_num_threads()), 1,
+                                                    kMostInARow),
+                       segments);
+        count -= end - i;
+        parts.push_back({step, tile, i, end});
+      }
     }
   }
   const auto merge_what_is_done = [&](std::size_t tile) {

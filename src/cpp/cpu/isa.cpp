@@ -47,16 +47,31 @@ unsigned saved_registers() {
   return low;
 }
 
-/// Linux keeps tile registers from a process until it asks: then signal frames have room for them.
-/// All of its threads, and the children that it forks, may use them from then on.
-bool may_use_tiles() {
 #ifdef __linux__
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
+
+constexpr long kTileData = 18;
+
+/// Does this Linux know tile registers, which it gives to a process that asks for them?
+bool knows_tiles() {
+  constexpr long kGetSupported = 0x1021;
+  std::uint64_t supported = 0;
+  return syscall(SYS_arch_prctl, kGetSupported, &supported) == 0 && (supported >> kTileData & 1);
 }
+
+/// Asks for the registers that the kernels use. With tiles, signal frames have to have room for
+/// them. All threads of the process, and the children that it forks, may use them from then on.
+bool ask_for_registers(const cpu::CpuKernels& kernels) {
+  constexpr long kRequestPermission = 0x1023;
+  return &kernels != &cpu::kernels_amxbf16 ||
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#else
+
+bool knows_tiles() { return false; }
+bool ask_for_registers(const cpu::CpuKernels&) { return true; }
+
+#endif
 
 /// Best first.
 std::vector<const cpu::CpuKernels*> find_available() {
@@ -72,7 +87,7 @@ std::vector<const cpu::CpuKernels*> find_available() {
   const bool avx512 = avx2 && has(saved, 0xe6) && has(leaf7.b, kAvx512);
   const bool avx512bf16 =
       avx512 && has(leaf7.c, kVbmi) && leaf7.a >= 1 && has(cpuid(7, 1).a, kBf16);
-  const bool amxbf16 = avx512bf16 && has(saved, 0x600e6) && has(leaf7.d, kAmx) && may_use_tiles();
+  const bool amxbf16 = avx512bf16 && has(saved, 0x600e6) && has(leaf7.d, kAmx) && knows_tiles();
 
   std::vector<const cpu::CpuKernels*> found;
   if (amxbf16) found.push_back(&cpu::kernels_amxbf16);
@@ -100,21 +115,28 @@ std::vector<const cpu::CpuKernels*> find_available() { return {&cpu::kernels_sca
 
 #endif
 
+#if !defined(__x86_64__)
+bool ask_for_registers(const cpu::CpuKernels&) { return true; }
+#endif
+
 const std::vector<const cpu::CpuKernels*>& available() {
   static const std::vector<const cpu::CpuKernels*> found = find_available();
   return found;
 }
 
+/// The one that is forced, else the best that the system lets this process use.
 const cpu::CpuKernels& choose() {
-  const char* forced = std::getenv("TILEDATTN_CPU_ISA");
-  if (forced == nullptr || *forced == '\0') return *available().front();
-  std::string names;
+  const char* variable = std::getenv("TILEDATTN_CPU_ISA");
+  const std::string forced = variable == nullptr ? "" : variable;
+  std::string others;
   for (const cpu::CpuKernels* candidate : available()) {
-    if (std::string(forced) == candidate->name) return *candidate;
-    names += (names.empty() ? "" : ", ") + std::string(candidate->name);
+    if (!forced.empty() && forced != candidate->name) {
+      others += (others.empty() ? "" : ", ") + std::string(candidate->name);
+    } else if (ask_for_registers(*candidate)) {
+      return *candidate;
+    }
   }
-  refuse("TILEDATTN_CPU_ISA", '"' + std::string(forced) + '"',
-         names + ", which this machine and build have");
+  refuse("TILEDATTN_CPU_ISA", '"' + forced + '"', others + ", which this machine and build have");
 }
 
 }  // namespace

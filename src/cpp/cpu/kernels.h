@@ -14,6 +14,8 @@ constexpr int kBlockKeys = 128;
 constexpr int kGroupKeys = 16;
 /// Rows that share the loads of K and V. A row is one query head of one token.
 constexpr int kGroupRows = 4;
+/// Of the largest head_dim and head_dim_v.
+constexpr int kMostElements = 256;
 /// Packed q and o have rows of a multiple of this many elements, so that kernels use whole vectors
 /// on them.
 constexpr int kRowPadding = 64;

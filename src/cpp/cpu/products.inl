@@ -5,17 +5,17 @@
 //   o       += P V      kProductRows rows by a panel of columns
 //
 // With the rows in the lanes no sum over lanes is needed, and the softmax of a panel is a walk down
-// its columns. Only q is transposed, once for all blocks. K and V are read where they lie if they
-// are float32; other types are widened first, each element once for all rows. Where bfloat16 is
-// multiplied in pairs (Product<T>), K is read where it lies, two keys of V are interleaved, and
-// weights are rounded to bfloat16. Registers that hold tiles (TileProduct<T>) take the products
-// over whole: tile_products.inl. Included by skeleton.inl.
+// its columns. Only q is transposed, once for all blocks. K and V are copied, and widened where
+// they are not float32, each element once for all rows: key_rows.inl. Where bfloat16 is multiplied
+// in pairs (Product<T>), two keys of V are interleaved and weights are rounded to bfloat16.
+// Registers that hold tiles (TileProduct<T>) take the products over whole: tile_products.inl.
+// Included by skeleton.inl.
 #include "kernels.h"
 #include "key_rows.inl"
 
 namespace {
 
-using PanelScores = float[kScoredKeys][kPanel];
+using PanelScores = float[kBlockKeys][kPanel];
 
 /// Rows first .. first + count - 1 of the block, at most a panel of them, and the keys that any of
 /// them sees.
@@ -40,37 +40,60 @@ TILEDATTN_INLINE Vec broadcast_unit(const float* p) {
 template <typename T>
 constexpr int kSummedInTurn = kPairs<T> ? 128 : 24;
 
+/// One by one, as everything that is done with these sums: GCC clears an array as a whole by a
+/// string instruction, and then has it in memory before and after the loop.
+template <int Count>
+TILEDATTN_INLINE void clear_sums(Vec* sums) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Count; ++i) sums[i] = Vec{};
+}
+
 /// What units begin .. end - 1 of a few keys add to the scores before scale of a panel of rows.
-template <typename T>
+template <typename T, int Keys>
 TILEDATTN_INLINE void add_scores(const float* const* k, const float* q, int begin, int end,
                                  float (*scores)[kPanel]) {
-  Vec sums[kProductRows][kProductVectors] = {};
+  constexpr int kSums = Keys * kProductVectors;
+  Vec sums[kSums];
+  clear_sums<kSums>(sums);
   q += static_cast<int64_t>(begin) * kPanel;
 #pragma GCC unroll 1
   for (int d = begin; d < end; ++d, q += kPanel) {
     Vec x[kProductVectors];
     for (int i = 0; i < kProductVectors; ++i) x[i] = load(q + i * kLanes);
-    for (int key = 0; key < kProductRows; ++key) {
+    for (int key = 0; key < Keys; ++key) {
       const Vec y = broadcast_unit(k[key] + d);
-      for (int i = 0; i < kProductVectors; ++i)
-        sums[key][i] = Product<T>::multiply_add(x[i], y, sums[key][i]);
+      for (int i = 0; i < kProductVectors; ++i) {
+        Vec& sum = sums[key * kProductVectors + i];
+        sum = Product<T>::multiply_add(x[i], y, sum);
+      }
     }
   }
-  for (int key = 0; key < kProductRows; ++key) {
-    for (int i = 0; i < kProductVectors; ++i) {
-      float* const score = scores[key] + i * kLanes;
-      store(score, begin == 0 ? sums[key][i] : load(score) + sums[key][i]);
-    }
+  // Rows of scores are as long as a panel.
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; ++i) {
+    float* const score = scores[0] + i * kLanes;
+    store(score, begin == 0 ? sums[i] : load(score) + sums[i]);
   }
 }
 
-template <typename T>
-TILEDATTN_INLINE void score_keys(const float* const* k, const float* q, int units,
-                                 float (*scores)[kPanel]) {
+/// Scores before scale of 1 to Most keys and a panel of rows.
+template <typename T, int Most>
+void score_keys(int keys, const float* const* k, const float* q, int units,
+                float (*scores)[kPanel]) {
+  if (keys < Most) {
+    if constexpr (Most > 1) score_keys<T, Most - 1>(keys, k, q, units, scores);
+    return;
+  }
   for (int d = 0; d < units; d += kSummedInTurn<T>) {
     const int end = d + kSummedInTurn<T> < units ? d + kSummedInTurn<T> : units;
-    add_scores<T>(k, q, d, end, scores);
+    add_scores<T, Most>(k, q, d, end, scores);
   }
+}
+
+/// Keys to be scored at once when `left` are left: the last two times share what is left.
+TILEDATTN_INLINE int keys_at_once(int left) {
+  if (left >= 2 * kProductRows) return kProductRows;
+  return left > kProductRows ? (left + 1) / 2 : left;
 }
 
 TILEDATTN_INLINE Vec load_numbers(const int* p) {
@@ -157,15 +180,15 @@ TILEDATTN_INLINE void pair_weights(const Panel& panel, PanelScores& scores) {
   }
 }
 
-/// A copy of a unit row with one key of the two gone: a weight of zero does not silence NaN.
-TILEDATTN_INLINE const float* without_key(const float* row, int size, bool second, float* to) {
-  for (int d = 0; d < size; ++d) {
-    uint16_t pair[2];
-    __builtin_memcpy(pair, row + d, sizeof pair);
-    pair[second] = 0;
-    __builtin_memcpy(to + d, pair, sizeof pair);
+/// A unit row with one key of the two gone, as row `j` of the copies: a weight of zero does not
+/// silence NaN.
+TILEDATTN_INLINE const float* without_key(const float* row, bool second, const Copies& to, int j) {
+  const VecBits kept = VecBits{} + (second ? 0x0000ffffu : 0xffff0000u);
+  for (int d = 0; d < to.padded; d += kLanes) {
+    const Vec pairs = load(row + (to.at(j, d) - to.row(j)));
+    store(to.at(j, d), (Vec)((VecBits)pairs & kept));
   }
-  return to;
+  return to.row(j);
 }
 
 template <typename T>
@@ -180,49 +203,54 @@ TILEDATTN_INLINE void values_of_panel(const BlockArgs& a, const Panel& panel, co
     values.count = (panel.key_end + 1) / 2 - values.begin;
     for (int i = 0; i < values.count; ++i) values.v[i] = rows.v[values.begin + i];
     // Half of the room for rows of V is free.
-    const int size = static_cast<int>(a.o_stride);
-    float* spare = a.widened + kBlockKeys * a.q_stride + kBlockKeys / 2 * a.o_stride;
-    if (panel.key_begin % 2 != 0) {
-      values.v[0] = without_key(values.v[0], size, false, spare);
-      spare += size;
-    }
+    const Copies copies = copies_of_v(a);
+    constexpr int kSpare = kBlockKeys / 2;
+    if (panel.key_begin % 2 != 0) values.v[0] = without_key(values.v[0], false, copies, kSpare);
     const float*& last = values.v[values.count - 1];
     if (panel.key_end % 2 != 0 && panel.key_end < a.num_keys)
-      last = without_key(last, size, true, spare);
+      last = without_key(last, true, copies, kSpare + 1);
   }
 }
 
-/// What a few rows take from V: weights and factor of the first row, o at its first column.
+/// What a few rows take from a panel of columns of V: weights, factor and o of the first row.
 struct ValueArgs {
   const float* weights;  ///< kPanel floats from row of V to row of V
   const float* const* v;
-  int count;  ///< of rows of V
-  int column;
+  int64_t v_offset;  ///< of the panel of columns
+  int count;         ///< of rows of V
   const float* factor;
-  float* o;
+  float* o;  ///< at the panel of columns
   int64_t o_stride;
 };
 
-/// One panel of columns of o.
 template <typename T, int Rows>
 void add_value_panel(const ValueArgs& a) {
-  Vec sums[Rows][kProductVectors] = {};
+  constexpr int kSums = Rows * kProductVectors;
+  Vec sums[kSums];
+  clear_sums<kSums>(sums);
   const float* weights = a.weights;
 #pragma GCC unroll 1
   for (int j = 0; j < a.count; ++j, weights += kPanel) {
-    const float* row = a.v[j] + a.column;
+    const float* row = a.v[j] + a.v_offset;
     Vec x[kProductVectors];
     for (int i = 0; i < kProductVectors; ++i) x[i] = load(row + i * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const Vec weight = broadcast(weights[r]);
-      for (int i = 0; i < kProductVectors; ++i)
-        sums[r][i] = Product<T>::multiply_add(x[i], weight, sums[r][i]);
+      for (int i = 0; i < kProductVectors; ++i) {
+        Vec& sum = sums[r * kProductVectors + i];
+        sum = Product<T>::multiply_add(x[i], weight, sum);
+      }
     }
   }
-  float* o = a.o + a.column;
-  for (int r = 0; r < Rows; ++r, o += a.o_stride)
-    for (int i = 0; i < kProductVectors; ++i)
-      store(o + i * kLanes, fma(load(o + i * kLanes), broadcast(a.factor[r]), sums[r][i]));
+  const float* const factor = a.factor;
+  float* o = a.o;
+  const int64_t o_stride = a.o_stride;
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; ++i) {
+    const int r = i / kProductVectors;
+    float* const to = o + r * o_stride + i % kProductVectors * kLanes;
+    store(to, fma(load(to), broadcast(factor[r]), sums[i]));
+  }
 }
 
 /// The same for 1 to Most rows.
@@ -245,12 +273,22 @@ Panel panel_at(const BlockArgs& a, int first) {
   return panel;
 }
 
-/// Rows to be fetched into L2 while a panel is computed, as in skeleton.inl.
+/// Keys of the next block, fetched into L2 as in skeleton.inl: every panel fetches a share of them.
 struct Fetch {
-  const void* const* rows;
-  int count;
-  int bytes;  ///< of a row
+  int share;
+  int next = 0;
+  int end = 0;
 };
+
+/// Some keys, with `keys` of those of the block.
+template <typename T>
+TILEDATTN_INLINE void fetch_some(const BlockArgs& a, int keys, Fetch& fetch) {
+  const int most = (keys * fetch.share + kBlockKeys - 1) / kBlockKeys;
+  for (int i = 0; i < most && fetch.next < fetch.end; ++i, ++fetch.next) {
+    prefetch_row(a.next_k[fetch.next], a.head_dim * static_cast<int>(sizeof(T)));
+    prefetch_row(a.next_v[fetch.next], a.head_dim_v * static_cast<int>(sizeof(T)));
+  }
+}
 
 /// What the rows of a panel take from V.
 template <typename T>
@@ -263,11 +301,11 @@ TILEDATTN_INLINE void add_panel_values(const BlockArgs& a, const Panel& panel, c
   args.v = values.v;
   args.count = values.count;
   args.o_stride = a.o_stride;
-  for (args.column = 0; args.column < a.head_dim_v; args.column += kPanel) {
+  for (int column = 0; column < a.head_dim_v; column += kPanel, args.v_offset += rows.v_panel) {
     for (int r = 0; r < panel.count; r += kProductRows) {
       args.weights = scores[values.begin] + r;
       args.factor = factor + r;
-      args.o = a.o + (panel.first + r) * a.o_stride;
+      args.o = a.o + (panel.first + r) * a.o_stride + column;
       const int left = panel.count - r;
       add_value_rows<T, kProductRows>(left < kProductRows ? left : kProductRows, args);
     }
@@ -281,19 +319,20 @@ TILEDATTN_INLINE void add_panel_values(const BlockArgs& a, const Panel& panel, c
 namespace {
 
 template <typename T>
-void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, const Fetch& fetch) {
+void attend_panel(const BlockArgs& a, const Panel& panel, const KeyRows& rows, Fetch& fetch) {
   alignas(64) PanelScores scores;
   alignas(64) float factor[kPanel];
   const int units = units_of<T>(a.head_dim);
   const float* q = a.q_panels + static_cast<int64_t>(panel.first) * units;
-  constexpr int kKeys = kTiles<T> ? kPanel : kProductRows;
-  const int begin = kTiles<T> ? panel.key_begin / kKeys * kKeys : panel.key_begin;
-  for (int j = begin; j < panel.key_end; j += kKeys) {
-    for (int i = j; i < j + kKeys && i < fetch.count; ++i) prefetch_row(fetch.rows[i], fetch.bytes);
+  int keys = kPanel;
+  for (int j = kTiles<T> ? panel.key_begin / kPanel * kPanel : panel.key_begin; j < panel.key_end;
+       j += keys) {
+    if constexpr (!kTiles<T>) keys = keys_at_once(panel.key_end - j);
+    fetch_some<T>(a, keys, fetch);
     if constexpr (kTiles<T>) {
       TileProduct<T>::multiply(rows.k[j], units, q, kPanel, units, scores[j], kPanel);
     } else {
-      score_keys<T>(rows.k + j, q, units, scores + j);
+      score_keys<T, kProductRows>(keys, rows.k + j, q, units, scores + j);
     }
   }
   weigh_panel(a, panel, scores, factor);
@@ -309,19 +348,14 @@ void attend_products(const BlockArgs& a) {
   [[maybe_unused]] const typename TileProduct<T>::Registers registers;
   KeyRows rows;
   make_key_rows<T>(a, rows);
-  for (int j = a.num_keys; j < kScoredKeys; ++j) rows.k[j] = rows.k[a.num_keys - 1];
-  // A panel's time for each: V of this block or, if it is in rows, of the next one; K of that.
-  const int k_bytes = a.head_dim * static_cast<int>(sizeof(T));
-  const int v_bytes = a.head_dim_v * static_cast<int>(sizeof(T));
-  const Fetch here{a.v, a.num_keys, v_bytes}, k{a.next_k, a.num_next_keys, k_bytes},
-      v{a.next_v, a.num_next_keys, v_bytes};
-  const bool in_place = rows.v[0] == a.v[0];
-  const Fetch fetches[] = {in_place ? here : k, in_place ? k : v, {}};
-  const Fetch* fetch = fetches;
+  const int num_panels = (a.num_rows + kPanel - 1) / kPanel;
+  Fetch fetch{(a.num_next_keys + num_panels - 1) / num_panels};
   for (int first = 0; first < a.num_rows; first += kPanel) {
     const Panel panel = panel_at(a, first);
-    if (panel.key_begin < panel.key_end) attend_panel<T>(a, panel, rows, *fetch);
-    if (fetch->rows != nullptr) ++fetch;
+    if (panel.key_begin >= panel.key_end) continue;
+    fetch.end =
+        fetch.end + fetch.share < a.num_next_keys ? fetch.end + fetch.share : a.num_next_keys;
+    attend_panel<T>(a, panel, rows, fetch);
   }
 }
 

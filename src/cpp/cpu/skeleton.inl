@@ -24,6 +24,7 @@ using tiledattn::cpu::BlockArgs;
 using tiledattn::cpu::kBlockKeys;
 using tiledattn::cpu::kGroupKeys;
 using tiledattn::cpu::kGroupRows;
+using tiledattn::cpu::kMostElements;
 
 static_assert(kBlockKeys % kGroupKeys == 0 && kGroupKeys % kLanes == 0);
 
@@ -42,11 +43,8 @@ using Scores = float[kGroupRows][kBlockKeys];
 /// exp(x) for x <= 0 to about one unit in the last place; 0 below the smallest normal number; NaN
 /// stays NaN.
 TILEDATTN_INLINE Vec exp_negative(Vec x) {
-  const Vec lowest = broadcast(-87.3365f);
-  const Vec clamped = larger(lowest, x);
-  const Vec n = nearest(clamped * 1.44269504f);
-  Vec r =
-      fma(n, broadcast(-0.693359375f), clamped);  // ln 2 in two parts: n times the first is exact
+  const Vec n = nearest(x * 1.44269504f);
+  Vec r = fma(n, broadcast(-0.693359375f), x);  // ln 2 in two parts: n times the first is exact
   r = fma(n, broadcast(2.12194440e-4f), r);
   Vec p = broadcast(0.0013814610f);
   p = fma(p, r, broadcast(0.0083687101f));
@@ -54,7 +52,8 @@ TILEDATTN_INLINE Vec exp_negative(Vec x) {
   p = fma(p, r, broadcast(0.1666652113f));
   p = fma(p, r, broadcast(0.4999999404f));
   p = fma(p, r * r, r) + 1.0f;
-  return select(x < lowest, Vec{}, p * power_of_two(n));
+  // What was computed for x further down, -inf among it, is of no use.
+  return select(x < broadcast(-87.3365f), Vec{}, p * power_of_two(n));
 }
 
 TILEDATTN_INLINE Vec tanh(Vec x) {
@@ -83,6 +82,10 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
   constexpr int kKeys =
       Rows > 2 ? kAccumulators / 4 : (kAccumulators / Rows > 8 ? 8 : kAccumulators / Rows);
   static_assert(kGroupKeys % kKeys == 0);
+  // Summed up further in a row, products of one sign lose more than the bound for float32 allows.
+  constexpr int kSummedInTurn = 32 * kLanes;
+  static_assert(kSummedInTurn % D::kStep == 0);
+  constexpr bool kOnce = kMostElements <= kSummedInTurn;
   const typename D::Query* q[Rows];
   for (int r = 0; r < Rows; ++r)
     q[r] = static_cast<const typename D::Query*>(a.q) + (group.first + r) * a.q_stride;
@@ -94,39 +97,47 @@ TILEDATTN_INLINE void make_scores(const BlockArgs& a, const Group& group, Scores
       for (int i = 0; i < kKeys; ++i) prefetch_row(a.v[j + i], v_bytes);
     const T* k[kKeys];
     for (int i = 0; i < kKeys; ++i) k[i] = static_cast<const T*>(a.k[j + i]);
-    Vec sums[kAccumulators];
-    // One by one: GCC clears an array as a whole by a string instruction, which takes as long as
-    // the sums of a short row.
-#pragma GCC unroll 16
-    for (int i = 0; i < kAccumulators; ++i) sums[i] = Vec{};
     int d = 0;
-    // Unrolled further, the loads of the next step are hoisted and the sums leave the registers.
+    do {
+      const bool first = kOnce || d == 0;
+      const int end = kOnce || d + kSummedInTurn > head_dim ? head_dim : d + kSummedInTurn;
+      Vec sums[kAccumulators];
+      // One by one: GCC clears an array as a whole by a string instruction, which takes as long as
+      // the sums of a short row.
+#pragma GCC unroll 16
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = Vec{};
+      // Unrolled further, the loads of the next step are hoisted and the sums leave the registers.
 #pragma GCC unroll 1
-    for (; d + D::kStep <= head_dim; d += D::kStep) {
-      typename D::QueryOperand x[Rows];
-      for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
-      typename D::Operand y{};  // where the loop stays one, GCC sees no first value
-      // One loop over all sums, unrolled early: else they leave the registers.
+      for (; d + D::kStep <= end; d += D::kStep) {
+        typename D::QueryOperand x[Rows];
+        for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
+        typename D::Operand y{};  // where the loop stays one, GCC sees no first value
+        // One loop over all sums, unrolled early: else they leave the registers.
 #pragma GCC unroll 16
-      for (int n = 0; n < kKeys * Rows; ++n) {
-        const int i = n / Rows, r = n % Rows;
-        if (r == 0) y = D::load_key(k[i] + d);
-        sums[r * kKeys + i] = D::accumulate(x[r], y, sums[r * kKeys + i]);
+        for (int n = 0; n < kKeys * Rows; ++n) {
+          const int i = n / Rows, r = n % Rows;
+          if (r == 0) y = D::load_key(k[i] + d);
+          sums[r * kKeys + i] = D::accumulate(x[r], y, sums[r * kKeys + i]);
+        }
       }
-    }
-    if (d < head_dim) {
-      typename D::QueryOperand x[Rows];
-      for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
-      typename D::Operand y[kKeys];
-      for (int i = 0; i < kKeys; ++i) y[i] = D::load_key_first(k[i] + d, head_dim - d);
+      if (d < end) {
+        typename D::QueryOperand x[Rows];
+        for (int r = 0; r < Rows; ++r) x[r] = D::load_query(q[r] + d);
+        typename D::Operand y[kKeys];
+        for (int i = 0; i < kKeys; ++i) y[i] = D::load_key_first(k[i] + d, head_dim - d);
 #pragma GCC unroll 16
-      for (int n = 0; n < Rows * kKeys; ++n)
-        sums[n] = D::accumulate(x[n / kKeys], y[n % kKeys], sums[n]);
-    }
-    float total[kAccumulators];
-    for (int i = 0; i < Rows * kKeys; i += kLanes) store(total + i, sum_each(sums + i));
-    for (int r = 0; r < Rows; ++r)
-      __builtin_memcpy(scores[r] + j, total + r * kKeys, kKeys * sizeof(float));
+        for (int n = 0; n < Rows * kKeys; ++n)
+          sums[n] = D::accumulate(x[n / kKeys], y[n % kKeys], sums[n]);
+        d = head_dim;
+      }
+      float total[kAccumulators];
+      for (int i = 0; i < Rows * kKeys; i += kLanes) store(total + i, sum_each(sums + i));
+      for (int r = 0; r < Rows; ++r) {
+        if (!first)
+          for (int i = 0; i < kKeys; ++i) total[r * kKeys + i] += scores[r][j + i];
+        __builtin_memcpy(scores[r] + j, total + r * kKeys, kKeys * sizeof(float));
+      }
+    } while (!kOnce && d < head_dim);
   }
 }
 

@@ -26,9 +26,9 @@ TILEDATTN_INLINE void add_tile_values(const BlockArgs& a, const Panel& panel, co
       Tile::pair_transposed(scores[j] + lane, kPanel, weights[lane] + (j - begin) / 2, kMostUnits);
   }
   alignas(64) float sums[kPanel][kPanel];
-  for (int column = 0; column < a.head_dim_v; column += kPanel) {
-    Tile::multiply(weights[0], kMostUnits, rows.v[begin / 2] + column, a.o_stride,
-                   (end - begin) / 2, sums[0], kPanel);
+  const float* v = rows.v[begin / 2];
+  for (int column = 0; column < a.head_dim_v; column += kPanel, v += rows.v_panel) {
+    Tile::multiply(weights[0], kMostUnits, v, kPanel, (end - begin) / 2, sums[0], kPanel);
     float* o = a.o + panel.first * a.o_stride + column;
     for (int r = 0; r < panel.count; ++r, o += a.o_stride) {
       for (int d = 0; d < kPanel; d += kLanes)

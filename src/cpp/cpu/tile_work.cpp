@@ -12,6 +12,8 @@
 namespace tiledattn::cpu {
 namespace {
 
+static_assert(kMostElements == kMaxHeadDim);
+
 /// From this many rows on, two matrix products cost less than groups of rows.
 constexpr std::int64_t kMinProductRows = 12;
 /// Keys of a block of decode. The first block of a tile comes without having been fetched, so that
@@ -36,6 +38,23 @@ float finite_or_nan(float scale) { return scale + (scale - scale); }
 /// The scales at the addresses.
 void gather(const void* const* from, int count, float* to) {
   for (int j = 0; j < count; ++j) to[j] = finite_or_nan(*static_cast<const float*>(from[j]));
+}
+
+/// Elements d .. d + kSide - 1 of kSide rows, which become columns.
+constexpr int kSide = 4;
+void transpose(const float* const* rows, std::int64_t d, float* to, std::int64_t stride) {
+  typedef float Four __attribute__((vector_size(kSide * sizeof(float))));
+  Four row[kSide];
+  for (int i = 0; i < kSide; ++i) std::memcpy(&row[i], rows[i] + d, sizeof row[i]);
+  const Four low[] = {__builtin_shufflevector(row[0], row[1], 0, 4, 1, 5),
+                      __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5)};
+  const Four high[] = {__builtin_shufflevector(row[0], row[1], 2, 6, 3, 7),
+                       __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7)};
+  const Four columns[] = {__builtin_shufflevector(low[0], low[1], 0, 1, 4, 5),
+                          __builtin_shufflevector(low[0], low[1], 2, 3, 6, 7),
+                          __builtin_shufflevector(high[0], high[1], 0, 1, 4, 5),
+                          __builtin_shufflevector(high[0], high[1], 2, 3, 6, 7)};
+  for (int i = 0; i < kSide; ++i) std::memcpy(to + i * stride, &columns[i], sizeof columns[i]);
 }
 
 /// A factor of scores in two parts, of which kernels apply one after the other: as one, a factor
@@ -89,10 +108,10 @@ KeyRange TileWork::segment_of(const Sequence& s, std::int64_t index) const {
   return {begin, std::min(begin + kPrefillSegmentKeys, keys.end)};
 }
 
-KeyRange TileWork::first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const {
+KeysAhead TileWork::first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const {
   if (segment == end) return {};
   const KeyRange keys = segment_of(t.sequence, segment);
-  return {keys.begin, std::min(keys.begin + block_keys(), keys.end)};
+  return {&t, {keys.begin, std::min(keys.begin + block_keys(), keys.end)}};
 }
 
 Workbench& TileWork::reserve_bench(const Tile& t) const {
@@ -159,19 +178,22 @@ std::int64_t TileWork::query_units() const {
 
 /// The tile's packed q once more, with panels of rows side by side.
 void TileWork::make_panels(const Tile& t, const Workbench& bench) const {
+  static constexpr float kNoRow[kMaxHeadDim] = {};
   const std::int64_t rows = num_rows(t), panel = kernels_.panel_rows, units = query_units();
   const std::int64_t stride = padded(p_.head_dim) / (by_pairs() ? 2 : 1);
-  for (std::int64_t first = 0; first < rows; first += panel) {
-    float* to = bench.q_panels + first * units;
-    for (std::int64_t r = 0; r < panel; ++r) {
-      const float* from = bench.q + (first + r) * stride;
-      for (std::int64_t d = 0; d < units; ++d)
-        to[d * panel + r] = first + r < rows ? from[d] : 0.0f;
-    }
+  for (std::int64_t row = 0; row < (rows + panel - 1) / panel * panel; row += kSide) {
+    const float* from[kSide];
+    for (int i = 0; i < kSide; ++i)
+      from[i] = row + i < rows ? bench.q + (row + i) * stride : kNoRow;
+    float* const to = bench.q_panels + row / panel * panel * units + row % panel;
+    std::int64_t d = 0;
+    for (; d + kSide <= units; d += kSide) transpose(from, d, to + d * panel, panel);
+    for (; d < units; ++d)
+      for (int i = 0; i < kSide; ++i) to[d * panel + i] = from[i][d];
   }
 }
 
-void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeyRange& then,
+void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeysAhead& then,
                             const Workbench& bench) const {
   for (std::int64_t r = 0; r < num_rows(t); ++r) clear_row(bench.partial_row(r), bench.o_stride);
   const KeyRange of_tile = visible_keys(p_, t.sequence, t.first, t.last);
@@ -192,8 +214,8 @@ void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeyRange&
         next_head(blocks[turn], *next);
       } else if (!following.empty()) {
         locate(t, following, *next);
-      } else if (!then.empty()) {
-        locate(t, then, *next);
+      } else if (!then.keys.empty()) {
+        locate(*then.tile, then.keys, *next);
       } else {
         next = nullptr;
       }

@@ -23,6 +23,13 @@ struct Tile {
   std::int64_t last = 0;
 };
 
+/// Keys that a thread will want next, or would like to have when it may: nothing where `keys` is
+/// empty.
+struct KeysAhead {
+  const Tile* tile = nullptr;
+  KeyRange keys;
+};
+
 /// Works on any tile of one problem.
 class TileWork {
  public:
@@ -38,7 +45,7 @@ class TileWork {
 
   std::int64_t segments_of(const Sequence& s) const;
   /// What is fetched before segment `segment` begins; nothing where that is `end`.
-  KeyRange first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const;
+  KeysAhead first_keys(const Tile& t, std::int64_t segment, std::int64_t end) const;
 
   /// This thread's memory, with room for the tile.
   Workbench& reserve_bench(const Tile& t) const;
@@ -46,7 +53,7 @@ class TileWork {
   Workbench& prepare(const Tile& t) const;
   /// The partial result of one segment of the sequence's keys, of which the tile's tokens may see
   /// only some. `then`: keys to be fetched at its end.
-  void fold_segment(const Tile& t, std::int64_t segment, const KeyRange& then,
+  void fold_segment(const Tile& t, std::int64_t segment, const KeysAhead& then,
                     const Workbench& bench) const;
   /// The tile's result into state and out.
   void finish(const Tile& t, const Workbench& bench) const;
