@@ -160,6 +160,25 @@ def test_any_number_of_threads(cpu, dtype):
         compare.same_bits(other, results[0])
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_row_that_sees_nothing_beside_one_that_sees_inf(value, cpu):
+    """Query token 0 is before its sequence, token 1 sees a V that is not finite: nothing stays nothing, whether the table
+    has room for several segments or not, and however many threads run."""
+    q, k, v = np.ones((1, 2, 1, 8), np.float32), *np.zeros((2, 1, 16, 1, 8), np.float32)
+    v[0, 0] = value
+    before = ta.get_num_threads()
+    try:
+        for threads in (1, 2):
+            ta.set_num_threads(threads)
+            for width in (1, 32):
+                table = np.zeros((1, width), np.int32)
+                out = ta.paged_attention(q, k, v, table, np.array([1]), sinks=np.zeros(1, np.float32))
+                assert not out[0, 0].any()
+                assert not np.isfinite(out[0, 1]).any()
+    finally:
+        ta.set_num_threads(before)
+
+
 @pytest.mark.parametrize("q_lens", [None, 3])
 def test_heads_side_by_side_or_apart(q_lens, cpu, dtype):
     """The CPU takes several heads at once where they lie side by side: the same bits, tile by tile."""

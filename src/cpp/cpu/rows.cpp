@@ -13,9 +13,6 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-/// No key so far, or none whose score is above -inf.
-bool is_empty(const Row& row) { return *row.m == -kInfinity && *row.l == 0.0f; }
-
 /// The larger; NaN when either is.
 float larger(float a, float b) { return std::isnan(b) || b > a ? b : a; }
 
@@ -24,6 +21,8 @@ std::size_t row_bytes(std::int64_t head_dim_v) {
 }
 
 }  // namespace
+
+bool is_empty(const Row& row) { return *row.m == -kInfinity && *row.l == 0.0f; }
 
 void clear_row(const Row& row, std::int64_t head_dim_v) {
   *row.m = -kInfinity;

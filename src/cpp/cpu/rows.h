@@ -17,6 +17,8 @@ struct Row {
   float* o;
 };
 
+/// No key so far, or none whose score is above -inf.
+bool is_empty(const Row& row);
 void clear_row(const Row& row, std::int64_t head_dim_v);
 void copy_row(const Row& from, const Row& into, std::int64_t head_dim_v);
 

@@ -231,6 +231,9 @@ void TileWork::fold_segment(const Tile& t, std::int64_t segment, const KeysAhead
     }
     // Kernels leave a NaN score out of m; l and o have it.
     if (std::isnan(*row.l) && *row.m != std::numeric_limits<float>::infinity()) *row.m = *row.l;
+    // Its weights were 0, but 0 times an Inf that another row sees is NaN. Merged into others the
+    // row would be nothing, so it must be nothing alone.
+    if (is_empty(row)) clear_row(row, p_.head_dim_v);
   }
 }
 
