@@ -256,7 +256,8 @@ class StreamingAttention:
 
         The blocks must have their contents now, and keep them: work that a GPU stream has yet to do on them
         is not waited for. Only what the ring has free slots for is fetched ahead. Calls of `attend` come in the
-        order of their `prefetch`; one to other sequences, or one that raises, drops what was prefetched.
+        order of their `prefetch`; one to other sequences, or one that fails after it has begun (not one whose
+        arguments are refused), drops what was prefetched.
 
         Parameters
         ----------
