@@ -162,8 +162,8 @@ def test_any_number_of_threads(cpu, dtype):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_row_that_sees_nothing_beside_one_that_sees_inf(value, cpu):
-    """Query token 0 is before its sequence, token 1 sees a V that is not finite: nothing stays nothing, whether the table
-    has room for several segments or not, and however many threads run."""
+    """Query token 0 is before its sequence, token 1 sees a V that is not finite: nothing stays nothing, whether the
+    table has room for several segments or not, and however many threads run."""
     q, k, v = np.ones((1, 2, 1, 8), np.float32), *np.zeros((2, 1, 16, 1, 8), np.float32)
     v[0, 0] = value
     before = ta.get_num_threads()
